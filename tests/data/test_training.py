@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 import flatbed
 from flatbed.cuda.streams import stream_for
 from flatbed.data import Prefetcher
-from tests.data.fakes import LAYOUTS, PAIRS, threads, wait_until
+from tests.data.fakes import DEVICES, LAYOUTS, PAIRS, threads, wait_until
 
 ROWS, DIM, STEPS = 64, 8, 24
 
@@ -103,10 +103,11 @@ def check(storage: str, folder: Path, *, depth: int, **options: Any) -> None:
     assert losses[-1] < losses[0]
 
 
+@DEVICES
 @pytest.mark.parametrize("depth", [0, 1, 2, 4])
 @pytest.mark.parametrize("storage", ["host", "disk", "device"])
-def test_the_same_training(storage: str, depth: int, tmp_path: Path) -> None:
-    check(storage, tmp_path, depth=depth)
+def test_the_same_training(storage: str, depth: int, device: str, tmp_path: Path) -> None:
+    check(storage, tmp_path, depth=depth, device=device, epochs=1 if device == "cpu" else 2)
 
 
 def test_the_same_training_with_workers(tmp_path: Path) -> None:
@@ -168,10 +169,18 @@ def test_inference_mode() -> None:
     assert torch.equal(torch.cat(found), emb.weight[:20][torch.cat(given)])
 
 
-def check_layouts(layouts: list[Any], device: str, storage: str, folder: Path) -> None:
+@pytest.mark.parametrize("storage", ["host", "disk"])
+@pytest.mark.parametrize("where", ["cpu", "interpreted", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_every_layout_of_ids(where: str, storage: str, tmp_path: Path, monkeypatch: Any) -> None:
+    layouts, device = [*LAYOUTS.values()], "cuda" if where == "cuda" else "cpu"
+    if where == "cuda":
+        pairs = PAIRS.cuda()
+        layouts += [pairs[:, 0], pairs.int()[:, 1], pairs.t(), pairs[:1, 0].expand(30), pairs[:0]]
+    else:
+        monkeypatch.setenv("TRITON_INTERPRET", str(int(where == "interpreted")))
     found = []
     for is_prefetched in (False, True):
-        path = folder / f"{is_prefetched}.bed" if storage == "disk" else None
+        path = tmp_path / f"{is_prefetched}.bed" if storage == "disk" else None
         emb = flatbed.Embedding(ROWS, DIM, storage=storage, path=path, cache_rows=40, seed=0, device=device)
         optimizer = flatbed.optim.Adam(emb, lr=0.1)
         for ids in Prefetcher(layouts, {emb: lambda b: b}) if is_prefetched else layouts:
@@ -183,45 +192,15 @@ def check_layouts(layouts: list[Any], device: str, storage: str, folder: Path) -
     assert torch.equal(*found)
 
 
-@pytest.mark.parametrize("storage", ["host", "disk"])
-@pytest.mark.parametrize("interpret", ["0", "1"])
-def test_every_layout_of_ids(
-    interpret: str, storage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", interpret)
-    check_layouts([*LAYOUTS.values()], "cpu", storage, tmp_path)
-
-
 # ---- on a GPU
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("storage", ["host", "disk"])
-def test_every_layout_of_ids_on_the_gpu(storage: str, tmp_path: Path) -> None:
-    pairs = PAIRS.cuda()
-    on_gpu = [pairs[:, 0], pairs.int()[:, 1], pairs.t(), pairs[:1, 0].expand(30), pairs[:0]]
-    check_layouts([*LAYOUTS.values(), *on_gpu], "cuda", storage, tmp_path)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("depth", [1, 2, 4])
-@pytest.mark.parametrize("storage", ["host", "disk", "device"])
-def test_the_same_training_on_the_gpu(storage: str, depth: int, tmp_path: Path) -> None:
-    check(storage, tmp_path, depth=depth, device="cuda", epochs=2)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("storage", ["host", "disk"])
 def test_delays_in_every_stream(storage: str, tmp_path: Path) -> None:
     """Each batch, each id and each row is right, whichever stream is late, and whichever is the user's."""
-    emb = flatbed.Embedding(
-        ROWS,
-        DIM,
-        device="cuda",
-        seed=5,
-        storage=storage,
-        **({"path": tmp_path / "a.bed"} if storage == "disk" else {}),
-    )
+    path = tmp_path / "a.bed" if storage == "disk" else None
+    emb = flatbed.Embedding(ROWS, DIM, device="cuda", seed=5, storage=storage, path=path)
     table = emb.read_rows(torch.arange(ROWS)).clone()
     chance = torch.Generator().manual_seed(2)
 

@@ -602,21 +602,6 @@ def test_resume_says_if_a_file_must_exist(tmp_path: Path) -> None:
         made(resume=True)
 
 
-@pytest.mark.parametrize("kind", [flatbed.Embedding, flatbed.EmbeddingBag])
-@pytest.mark.parametrize(
-    ("name", "remedy"),
-    [
-        ("sparse", "leave it out"),
-        ("max_norm", "optimizer's max_norm"),
-        ("_weight", "from_pretrained"),
-        ("storge", "help"),
-    ],
-)
-def test_unknown_arguments_raise_with_a_remedy(kind: Any, name: str, remedy: str) -> None:
-    with pytest.raises(TypeError, match=f"has no argument '{name}'.*{remedy}"):
-        kind(10, 4, **{name: True})
-
-
 def test_replicate_is_no_word() -> None:
     with pytest.raises(TypeError, match=r"replicate.*'False'"):
         flatbed.Embedding(3, 2, replicate="False")  # type: ignore[arg-type]

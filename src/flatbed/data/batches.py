@@ -149,19 +149,8 @@ def select_ids(table: Table, selectors: Sequence[Selector], batch: Any) -> list[
         are_several = is_list and any(isinstance(one, (Tensor, np.ndarray)) for one in found)
         for one in found if are_several else [found]:
             is_tensor = isinstance(one, Tensor) and one.dtype in ID_DTYPES
-            ids.append(one if is_tensor else _converted(table, one))
+            ids.append(one if is_tensor else as_ids(one, name=f"lookups[{table!r}]"))
     return ids
-
-
-def _converted(table: Table, found: Any) -> Tensor:
-    try:
-        return as_ids(found)
-    except (TypeError, ValueError) as error:
-        what = found.dtype if isinstance(found, (Tensor, np.ndarray)) else type(found).__name__
-        raise TypeError(
-            f"lookups[{table!r}] must select integers in a tensor, a numpy array or a list, or a "
-            f"list of tensors or arrays; found {what} ({error})"
-        ) from error
 
 
 # ---- to the device

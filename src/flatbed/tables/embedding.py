@@ -14,7 +14,7 @@ from torch.nn import functional
 from flatbed.cuda.host_memory import available_bytes
 from flatbed.errors import FlatbedError
 from flatbed.progress import note
-from flatbed.tables.config import WITHOUT, Config, build_config
+from flatbed.tables.config import Config, build_config
 from flatbed.tables.ids import as_ids
 from flatbed.tables.lookup import GatherFunction, LookupFunction, prepare_lookup
 from flatbed.tables.parameter import NOT_EXPORTED, SavedWeight, WeightView
@@ -65,11 +65,7 @@ class TableModule(nn.Module):
         cache_rows: int | None = None,
         cache_bytes: int | None = None,
         cache_policy: str = "lfu",
-        **unknown: Any,
     ) -> None:
-        for name in unknown:
-            hint = WITHOUT.get(name, "see help(flatbed.Embedding)")
-            raise TypeError(f"flatbed.{type(self).__name__} has no argument {name!r}: {hint}")
         if not isinstance(replicate, bool):  # "False" would be true
             raise TypeError(f"replicate must be True or False; found {replicate!r}")
         config = build_config(
@@ -319,12 +315,8 @@ class Embedding(TableModule, torch_embedding):  # type: ignore[misc]
         if torch.compiler.is_compiling():
             return _untraced(self.forward, input)
         table = cast(Table, self._parameters[WEIGHT])
-        records_grad = table._records_grad(training=self.training)
-        batch = prepare_lookup(table, input, records_grad=records_grad)
-        if records_grad:
-            return cast(Tensor, LookupFunction.apply(table, batch))  # type: ignore[no-untyped-call,unused-ignore]
-        rows = table._row_io.batch_weights(batch)
-        return rows.index_select(0, batch.unique.inverse).view(*batch.shape, self.embedding_dim)
+        batch = prepare_lookup(table, input, records_grad=table._records_grad(training=self.training))
+        return cast(Tensor, LookupFunction.apply(table, batch))  # type: ignore[no-untyped-call,unused-ignore]
 
 
 class EmbeddingBag(TableModule, torch_embedding_bag):  # type: ignore[misc]
@@ -385,9 +377,8 @@ class EmbeddingBag(TableModule, torch_embedding_bag):  # type: ignore[misc]
         table = self.table
         records_grad = table._records_grad(training=self.training)
         batch = prepare_lookup(table, input, for_bag=True, records_grad=records_grad)
+        rows = GatherFunction.apply(table, batch)  # type: ignore[no-untyped-call,unused-ignore]
         device = table._store.device
-        found = batch.unique
-        rows = table._row_io.batch_weights(batch) if not records_grad else GatherFunction.apply(table, batch)  # type: ignore[no-untyped-call,unused-ignore]
         if offsets is not None:
             offsets = as_ids(offsets, name="offsets").to(device)
             if self.include_last_offset and not offsets.numel() and not batch.keys.numel():
@@ -400,7 +391,7 @@ class EmbeddingBag(TableModule, torch_embedding_bag):  # type: ignore[misc]
                 )
             per_sample_weights = per_sample_weights.to(device)
         return functional.embedding_bag(
-            found.inverse.view(batch.shape),
+            batch.unique.inverse.view(batch.shape),
             rows,
             offsets,
             mode=self.mode,

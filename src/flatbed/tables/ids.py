@@ -27,7 +27,7 @@ def as_ids(ids: Any, *, name: str = "ids") -> Tensor:
         if ids.dtype is INT64 and ids.flags.carray:
             return torch.from_numpy(ids)
         if ids.dtype.kind not in "iu":
-            raise TypeError(f"{name} must be integers; found an array of {ids.dtype}: use {name}.astype(int)")
+            raise TypeError(f"{name} must be integers; found an array of {ids.dtype}: use .astype(int)")
         if ids.dtype == np.uint64 and ids.size and ids.max() > np.iinfo(np.int64).max:
             at = int(ids.argmax())
             raise IndexError(f"id {ids.flat[at]} at {_position(at, ids.shape)} is larger than any table")
@@ -43,9 +43,7 @@ def as_ids(ids: Any, *, name: str = "ids") -> Tensor:
             return as_ids(ids.numpy())
         return ids.view(torch.int64)  # too large ids become negative
     if ids.dtype not in INTEGERS:
-        raise TypeError(
-            f"{name} must be integers; found a tensor of {ids.dtype}: convert them ({name}.long())"
-        )
+        raise TypeError(f"{name} must be integers; found a tensor of {ids.dtype}: use .long()")
     found: Tensor = ids.detach()
     return found if found.dtype == torch.int64 else found.to(torch.int64)
 

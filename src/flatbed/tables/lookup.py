@@ -173,7 +173,7 @@ class LookupFunction(torch.autograd.Function):
 
             out = cache.lookup(location, batch.keys, config.dim, config.dtype, config.n_rows)
         else:
-            rows = table._row_io.batch_weights(batch)
+            rows = table._row_io.weights(batch.unique.rows, batch)
             if use_triton(rows.device) and batch.exchanged is None:
                 batch.weights, batch.generation = rows, store.generation
             out = rows.index_select(0, batch.unique.inverse)
@@ -194,7 +194,7 @@ class GatherFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, table: Table, batch: LookupBatch) -> Tensor:
         ctx.table, ctx.batch = table, batch
-        return table._row_io.batch_weights(batch)
+        return table._row_io.weights(batch.unique.rows, batch)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:

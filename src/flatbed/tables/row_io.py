@@ -51,10 +51,6 @@ class RowIO:
 
     # ---- reading
 
-    def batch_weights(self, batch: LookupBatch) -> Tensor:
-        """Read the weights of a batch's unique rows."""
-        return self.weights(batch.unique.rows, batch)
-
     def weights(self, rows: Tensor, batch: LookupBatch | None = None) -> Tensor:
         """Read the weights of rows, (n,) → (n, dim), on the computing device; `batch` is theirs, if any."""
         field = self.store.config.weight
@@ -244,10 +240,6 @@ class ShardedRowIO:
             cache = self.store.ensure_cache(len(rows))
             if cache is not None:
                 cache.admit(to_int32_keys(rows, self.store.config.n_rows))
-
-    def batch_weights(self, batch: LookupBatch) -> Tensor:
-        """Read the weights of a batch's unique rows, which ranks have exchanged."""
-        return self.weights(batch.unique.rows, batch)
 
     def weights(self, rows: Tensor, batch: LookupBatch | None = None) -> Tensor:
         """Read the weights of rows, (n,) → (n, dim), on the computing device; `batch` is theirs, if any."""

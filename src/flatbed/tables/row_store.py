@@ -342,9 +342,7 @@ class RowStore:
     @property
     def unsaved_rows(self) -> int:
         """Rows of a file that changed since its last checkpoint."""
-        if self._file is None:
-            return 0
-        return self._file.unsaved_rows
+        return 0 if self._file is None else self._file.unsaved_rows
 
     def has_unsaved_changes(self) -> bool:
         """Return True if rows of a file changed since its last checkpoint, lost their state, or made steps.
@@ -426,10 +424,8 @@ class RowStore:
 
     def flush(self, *, drop: bool = False) -> None:
         """Write cached rows back and wait for the GPU; `drop` also empties the cache, before rows change."""
-        if self.cache is not None and drop:
-            self.cache.drop()
-        elif self.cache is not None:
-            self.cache.flush()
+        if self.cache is not None:
+            self.cache.drop() if drop else self.cache.flush()
         if self.device.type == "cuda" and self._storage is not None:
             torch.cuda.synchronize(self.device)
 
@@ -439,28 +435,26 @@ class RowStore:
         A cache of the default size is made, or enlarged if it holds fewer than `n_batches` such batches.
         """
         self.ensure_layout()
-        if self.cache is not None and n_batches * n_ids <= self._cache_serves:
+        n_needed, config, device = n_batches * n_ids, self.config, self.device
+        if self.cache is not None and n_needed <= self._cache_serves:
             return self.cache
-        if self.config.cache_rows == 0 or self.config.storage == "device":
+        if config.cache_rows == 0 or config.storage == "device":
             return None
         with self._lock:
-            return self._fit_cache(n_ids, n_batches * n_ids)
-
-    def _fit_cache(self, n_ids: int, n_needed: int) -> Cache | None:
-        storage, cache = self.ensure_layout(), self.cache
-        if is_capturing(self.device) or (cache is not None and cache.in_graphs):
-            return cache  # nothing can be allocated now, or CUDA graphs use this one
-        n_now = 0 if cache is None else cache.n_slots
-        # A cache that is enlarged gets room to spare, so that growing batches seldom enlarge it again.
-        n_wanted = max(DEFAULT_BATCHES * n_ids, n_needed if cache is None else n_needed * 5 // 4)
-        n_slots = slots_for(self.config, storage.record, self.device, n_wanted)
-        if n_needed > n_now and n_slots > n_now and (cache is None or not self.config.is_cache_sized):
-            self.forget_cache()
-            self.cache = build_cache(storage, n_slots, policy=self.config.cache_policy, device=self.device)
-            if self.device.type == "cuda":  # other streams use it without an event
-                torch.cuda.synchronize(self.device)
-        self._cache_serves = sys.maxsize if self.config.is_cache_sized else n_needed
-        return self.cache
+            storage, cache = self.ensure_layout(), self.cache
+            if is_capturing(device) or (cache is not None and cache.in_graphs):
+                return cache  # nothing can be allocated now, or CUDA graphs use this one
+            n_now = 0 if cache is None else cache.n_slots
+            # A cache that is enlarged gets room to spare, so that growing batches seldom enlarge it again.
+            n_wanted = max(DEFAULT_BATCHES * n_ids, n_needed if cache is None else n_needed * 5 // 4)
+            n_slots = slots_for(config, storage.record, device, n_wanted)
+            if n_needed > n_now and n_slots > n_now and (cache is None or not config.is_cache_sized):
+                self.forget_cache()
+                self.cache = build_cache(storage, n_slots, policy=config.cache_policy, device=device)
+                if device.type == "cuda":  # other streams use it without an event
+                    torch.cuda.synchronize(device)
+            self._cache_serves = sys.maxsize if config.is_cache_sized else n_needed
+            return self.cache
 
     def forget_cache(self, *, closing: bool = False) -> None:
         """Write all rows back; the next batch makes a new cache. After an error, this one stays."""
