@@ -24,6 +24,7 @@ from flatbed import FlatbedError, Prefetcher
 from flatbed.data import pipeline
 from flatbed.data import prefetcher as prefetcher_module
 from tests.data.fakes import (
+    DEVICES,
     ROWS,
     FakePrefetch,
     Fakes,
@@ -605,8 +606,10 @@ def test_settings_of_torch_are_those_of_the_loop() -> None:
     assert there == here
 
 
-def test_hundreds_of_iterations_do_not_grow(emb: flatbed.Embedding) -> None:
-    prefetcher, counts = Prefetcher(batches(4), {emb: "items"}), []
+@DEVICES
+def test_hundreds_of_iterations_do_not_grow(device: str) -> None:
+    emb = flatbed.Embedding(ROWS, 4, device=device)
+    prefetcher, counts, nbytes = Prefetcher(batches(4), {emb: "items"}), [], []
     for n in range(200):
         for _ in prefetcher:
             if n % 2:
@@ -614,4 +617,6 @@ def test_hundreds_of_iterations_do_not_grow(emb: flatbed.Embedding) -> None:
         if n in (50, 199):
             gc.collect()
             counts.append(len(gc.get_objects()))
+            nbytes.append(torch.cuda.memory_allocated())
     assert counts[1] < counts[0] + 200
+    assert nbytes[1] <= nbytes[0] + (1 << 20)

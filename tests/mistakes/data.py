@@ -59,7 +59,7 @@ DATA: list[Mistake] = [
     of_rows(
         "a missing file", lambda folder: RowReader(folder / "missing.npy"), FileNotFoundError, "missing.npy"
     ),
-    of_rows("an archive", lambda folder: RowReader(archive(folder)), ValueError, r"of rows.*numpy\.save"),
+    of_rows("an archive", lambda folder: RowReader(archive(folder)), ValueError, r"npz is not .*numpy\.save"),
     of_rows("a wrong device", lambda _: RowReader(FEATURES, device="gpu"), ValueError, "device.*gpu"),
     of_rows(
         "a row too far",

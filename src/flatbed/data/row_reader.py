@@ -250,13 +250,8 @@ def _dtype(array: Array) -> torch.dtype:
 def _mapped(path: Path) -> Any:
     """Map a .npy file."""
     try:
-        found = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError) as error:
+        return np.lib.format.open_memmap(path, mode="r")
+    except ValueError as error:
         raise ValueError(
             f"{path} is not a .npy file of numbers, or it is cut short ({error}): write it with numpy.save"
         ) from error
-    if isinstance(found, np.ndarray):
-        return found
-    names = ", ".join(found.files)
-    found.close()
-    raise ValueError(f"{path} is an .npz archive of {names}, which cannot be mapped: use numpy.save for one")

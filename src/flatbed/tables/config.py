@@ -125,7 +125,7 @@ def build_config(
             raise ValueError(f"padding_idx must be within the {n_rows} rows; found {padding_idx}")
         padding_idx %= n_rows
     given = {"init": init, "seed": seed}
-    config = Config(
+    return Config(
         n_rows=n_rows,
         dim=as_integer("embedding_dim", embedding_dim),
         dtype=torch.get_default_dtype() if dtype is None else dtype,
@@ -137,8 +137,6 @@ def build_config(
         asked=frozenset(name for name, value in given.items() if value is not None) | {"padding_idx"},
         **others,
     )
-    initializers.check_fits(config.init, config.dtype)
-    return config
 
 
 def part_of(config: Config, rank: int, n_ranks: int, n_rows: int) -> Config:
@@ -181,10 +179,7 @@ def device_of(device: Any) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ValueError(f'torch sees no CUDA GPU; found device "{found}": use device="cpu"')
-    index = torch.cuda.current_device() if found.index is None else found.index
-    if index >= torch.cuda.device_count():
-        raise ValueError(f'there are {torch.cuda.device_count()} GPUs; found device "{found}"')
-    return torch.device("cuda", index)
+    return torch.device("cuda", torch.cuda.current_device() if found.index is None else found.index)
 
 
 def check_device(device: torch.device) -> None:

@@ -228,8 +228,6 @@ class TableModule(nn.Module):
             raise ValueError(
                 f"embeddings must be (num_embeddings, embedding_dim); found {tuple(weights.shape)}"
             )
-        if "init" in options:
-            raise TypeError(f"from_pretrained takes no init; found init={options['init']!r}")
         if options.get("path") is not None:
             options["resume"] = False
         options = {"dtype": weights.dtype, "device": weights.device, **options}
@@ -347,12 +345,12 @@ class EmbeddingBag(TableModule, torch_embedding_bag):  # type: ignore[misc]
         include_last_offset: bool = False,
         **options: Any,
     ) -> None:
-        _check_mode(mode)
         super().__init__(num_embeddings, embedding_dim, padding_idx, **options)
         self._set_options(mode=mode, include_last_offset=include_last_offset)
 
     def _set_options(self, *, mode: str = "mean", include_last_offset: bool = False) -> None:
-        _check_mode(mode)
+        if mode not in ("sum", "mean", "max"):
+            raise ValueError(f"mode must be 'sum', 'mean' or 'max'; found {mode!r}")
         self.mode = mode
         self.include_last_offset = include_last_offset
 
@@ -384,12 +382,7 @@ class EmbeddingBag(TableModule, torch_embedding_bag):  # type: ignore[misc]
             if self.include_last_offset and not offsets.numel() and not batch.keys.numel():
                 offsets = offsets.new_zeros(1)  # no bags: `offsets[:0]` of a Prefetcher with uneven="empty"
         if per_sample_weights is not None:
-            if not isinstance(per_sample_weights, Tensor):
-                raise TypeError(
-                    f"per_sample_weights must be a tensor of the ids' shape; found "
-                    f"{type(per_sample_weights).__name__}"
-                )
-            per_sample_weights = per_sample_weights.to(device)
+            per_sample_weights = torch.as_tensor(per_sample_weights, device=device)
         return functional.embedding_bag(
             batch.unique.inverse.view(batch.shape),
             rows,
@@ -411,11 +404,6 @@ def _untraced(forward: Callable[..., Tensor], *args: Any) -> Tensor:
 @torch._disable_dynamo  # type: ignore[attr-defined,untyped-decorator,unused-ignore]
 def _call_untraced(forward: Callable[..., Tensor], *args: Any) -> Tensor:
     return forward(*args)
-
-
-def _check_mode(mode: str) -> None:
-    if mode not in ("sum", "mean", "max"):
-        raise ValueError(f"mode must be 'sum', 'mean' or 'max'; found {mode!r}")
 
 
 def whole_field(table: Table, name: str, *, collective: bool = False) -> Tensor:

@@ -220,8 +220,6 @@ class LookupRequest:
     """The rows of this rank that are looked up, with repeats; on the host."""
     exchanged: Exchanged | None = None
     """If the table is sharded, the rows that ranks have asked each other for; on the host."""
-    rows_to_read: Tensor | None = None
-    """Unique rows to read from disk."""
     reserved: tuple[HostIndexCache, Reservation] | None = None
     """The cache of a disk table, and the reservation of the rows in it."""
     batch: LookupBatch | None = None
@@ -261,10 +259,7 @@ class RowPrefetch:
     # ---- in the loader threads
 
     def check(self, ids: list[Tensor], *, at_once: bool) -> PrefetchRequest:
-        """Check ids, and find the rows that `read` has to read.
-
-        Raises IndexError for ids out of range; unless `at_once`, `begin` does, if the table has not grown.
-        """
+        """Raise IndexError for ids out of range: here if `at_once`, otherwise in `begin`."""
         request, n_rows = PrefetchRequest([], ids), self.table.num_embeddings
         for one in ids:
             lookup = LookupRequest(one, as_ids(one.cpu()))
@@ -275,8 +270,6 @@ class RowPrefetch:
                 if at_once:
                     raise IndexError(f"the lookups of {self.table!r}: {error}") from None
                 request.is_in_range = False
-        if self.reads_disk and self.depth and request.is_in_range and self.table._shards is None:
-            self._plan_reads(request)
         return request
 
     def exchange(self, request: PrefetchRequest, channel: Channel) -> None:
@@ -289,21 +282,16 @@ class RowPrefetch:
             found = lookup.exchanged = shards.exchange_ahead(route, channel)
             lookup.sought = found.rows
             request.tensors += [found.route.order, found.route.rows, found.rows]
-        if self.reads_disk:
-            self._plan_reads(request)
-
-    def _plan_reads(self, request: PrefetchRequest) -> None:
-        for lookup in request.lookups:
-            if self._admits or lookup.sought.numel():
-                lookup.rows_to_read = torch.unique(lookup.sought)
 
     def read(self, request: PrefetchRequest) -> None:
         """Read rows from disk into the cache, or into the system's page cache. Batches are read in order."""
-        rows = [lookup.rows_to_read for lookup in request.lookups if lookup.rows_to_read is not None]
-        if rows and self._admits:
+        if not (self.reads_disk and request.is_in_range and request.lookups):
+            return
+        if self._admits:
             self._reserve(request)
-        elif rows:
-            for some in torch.split(torch.cat(rows), READ_ROWS):
+        else:
+            rows = torch.cat([torch.unique(lookup.sought) for lookup in request.lookups])
+            for some in torch.split(rows, READ_ROWS):
                 with suppress(FlatbedError):  # another thread may replace the file
                     self.store.ensure_layout().gather(some)
 
@@ -318,9 +306,8 @@ class RowPrefetch:
         on_gpu = self.store.device.type == "cuda"
         with torch.cuda.stream(stream_for(self.store.device, "files") if on_gpu else None):
             for lookup in request.lookups:
-                assert lookup.rows_to_read is not None
                 try:
-                    reservation = cache.reserve(lookup.rows_to_read)
+                    reservation = cache.reserve(torch.unique(lookup.sought))
                 except FlatbedError:
                     self.finish(request)
                     if not cache.retired:  # otherwise the file was replaced

@@ -122,18 +122,11 @@ def _no_tensor(func: Any) -> FlatbedError:
             "the output of the lookup, or read table.grad after the backward pass"
         )
     name = getattr(func, "__name__", str(func))
-    if name.endswith(("_", "_like")):  # as optimizers call first
-        remedy = (
-            "to train it, use an optimizer of flatbed.optim, flatbed.optim.Adam(model) for example, or "
-            "flatbed.optim.from_torch of torch's class; for its rows, emb.weight, table.read_rows(ids) or "
-            "table.write_rows(ids, values)"
-        )
-    else:
-        remedy = (
-            "use emb.weight, all rows as one tensor, or table.read_rows(ids); if an optimizer of torch "
-            "called it, use flatbed.optim"
-        )
-    return FlatbedError(f"{name} was called on a table, whose rows are not one tensor: {remedy}")
+    return FlatbedError(
+        f"{name} was called on a table, whose rows are not one tensor: use emb.weight, table.read_rows(ids) "
+        "or table.write_rows(ids, values) for its rows, and an optimizer of flatbed.optim to train it: "
+        "flatbed.optim.Adam(model) for example, or flatbed.optim.from_torch of torch's class"
+    )
 
 
 _INITIALIZERS = {"uniform_", "normal_", "fill_", "zero_", "copy_", "constant_", "zeros_", "ones_"}
