@@ -380,10 +380,6 @@ class RowPrefetch:
             if batch.ready is not None:
                 stream.wait_event(batch.ready)
             batch.record_stream(stream)
-        for batch in batches:  # the first admission is the oldest: `protects` covers those after it
-            if batch.cache is not None:
-                batch.cache.begin(batch.admission)
-                break
         self.table._prefetched.extend(batches)
 
     # ---- in any thread

@@ -53,7 +53,10 @@ class Reservation:
 
 
 class HostIndexCache:
-    """Records of hot rows on `device`, their index on the host, and live reservations."""
+    """Records of hot rows on `device`, their index on the host, and live reservations.
+
+    Methods that `GpuCache` has, too, are described there.
+    """
 
     def __init__(
         self,
@@ -78,7 +81,7 @@ class HostIndexCache:
         self._released: deque[tuple[Reservation, torch.cuda.Event | None]] = deque()
         self._last: torch.cuda.Event | None = None  # end of the last access
         self.location: RecordLocation | None = None
-        """For kernels, which are given cached rows only."""
+        """For kernels, which are given cached rows only; None if there are none."""
         if device.type == "cuda" and use_triton(device):
             maps = self.index.slot_of_row.to(device), self.index.dirty.to(device)
             self.location = RecordLocation(None, self.records, *maps)
@@ -164,9 +167,6 @@ class HostIndexCache:
         """Return None: a reservation is for the rows of one batch."""
         return None
 
-    def begin(self, admission: Reservation) -> None:
-        """Do nothing: the reservation keeps the batch's rows."""
-
     def _admit(self, rows: Tensor, *, all_or_nothing: bool = False) -> NDArray[np.int64] | None:
         """Admit rows. Returns their slots if all of them are cached now."""
         probed = probe(self.index, rows)
@@ -251,6 +251,7 @@ class HostIndexCache:
         return self.location
 
     def reserve_space(self, rows: Tensor, batch: LookupBatch | None) -> None:
+        """Raise if a full disk has no room for changes of rows, before a step begins to change them."""
         if batch is not None and self.protects(batch):  # the host knows its rows without asking the device
             rows = batch.admission.rows
         else:
@@ -312,6 +313,7 @@ class HostIndexCache:
             self._clear()
 
     def retire(self) -> None:
+        """Drop the cache for good: the table is about to have another one."""
         with self.lock:
             self.drop()
             self.retired = True
