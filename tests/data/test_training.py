@@ -150,6 +150,33 @@ def test_files_that_are_replaced_in_the_loop(cache_rows: int, tmp_path: Path) ->
     emb.table.close(discard=True)
 
 
+@DEVICES
+@pytest.mark.parametrize("storage", ["host", "disk"])
+def test_a_step_after_the_next_batch_was_taken(
+    device: str, storage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rows may have been evicted for coming batches."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    chance = torch.Generator().manual_seed(0)
+    given, found = [torch.randint(0, ROWS, (8,), generator=chance).to(device) for _ in range(20)], []
+    for is_prefetched in (True, False):
+        path = tmp_path / f"{is_prefetched}.bed" if storage == "disk" else None
+        emb = flatbed.Embedding(ROWS, DIM, storage=storage, path=path, cache_rows=16, seed=0, device=device)
+        optimizer = flatbed.optim.Adam(emb, lr=0.1)
+        batches = iter(Prefetcher(given, {emb: lambda b: b}, depth=1) if is_prefetched else given)
+        ids = next(batches, None)
+        while ids is not None:
+            emb(ids).square().sum().backward()
+            batch, ids = emb.table._grads.parts[0].batch, next(batches, None)
+            if storage == "disk" and batch is not None and batch.cache is not None:
+                assert not batch.cache.protects(batch), "the reservation has ended"
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(emb.read_rows(range(ROWS)))
+        emb.table.close(discard=True)
+    assert torch.equal(*found)
+
+
 def test_inference_mode() -> None:
     emb = flatbed.Embedding(20, 4)
     given = [torch.arange(4) + 5 * n for n in range(4)]

@@ -436,10 +436,14 @@ def whole_field(table: Table, name: str, *, collective: bool = False) -> Tensor:
 def write_field(table: Table, name: str, values: Tensor) -> None:
     """Replace a field of all rows; each rank of a sharded table writes its own, in a collective."""
     compare_given(table, name, values)
-    config = table._store.config
-    own = values[config.shard_rank :: config.n_shards]
-    for start, stop in row_blocks(0, config.n_rows, table._store.record.nbytes):
-        table._store.write_field(name, start, own[start:stop].detach())
+    store, config = table._store, table._store.config
+    own = values[config.shard_rank :: config.n_shards].detach()
+    record = store.ensure_layout().record
+
+    def fill(first: int, last: int, records: Tensor) -> None:
+        record.view(records, name).copy_(own[first:last])
+
+    store.overwrite(fill)
 
 
 def named_tables(module: nn.Module) -> Iterator[tuple[str, Table]]:

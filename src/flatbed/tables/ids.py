@@ -69,15 +69,9 @@ def out_of_range(value: int, at: int, shape: tuple[int, ...], n_rows: int) -> In
     )
 
 
-def as_floats(values: Any, name: str, shape: str) -> Tensor:
-    """Return numbers as a tensor, on the device they are on. Errors call them `name`, of `shape`."""
-    try:
-        given = values if isinstance(values, Tensor) else torch.as_tensor(values, device="cpu")
-    except (TypeError, ValueError, RuntimeError):
-        kind = type(values).__name__
-        raise TypeError(
-            f"{name} must be a tensor, an array or lists of numbers, {shape}; found {kind}"
-        ) from None
+def as_floats(values: Any, name: str) -> Tensor:
+    """Return numbers as a tensor, on the device they are on. Errors call them `name`."""
+    given = values if isinstance(values, Tensor) else torch.as_tensor(values, device="cpu")
     if not given.is_floating_point():
         raise TypeError(f"{name} must be floating point numbers; found {given.dtype}: convert with .float()")
     return given

@@ -172,7 +172,7 @@ class RowStore:
         """Give rows these fields of optimizer state, at their first values, from the next use on."""
         self.record = record = Record((self.config.weight, *state))
         if self._storage is not None and not self.relayout_pending and record.state:
-            self._overwrite(lambda first, last, records: fill_state(record, records))
+            self.overwrite(lambda first, last, records: fill_state(record, records))
         self.version += 1
         self.state_owned = True
         self.scalars = {}
@@ -236,7 +236,7 @@ class RowStore:
                 if record != self.record:
                     self.relayout(record)
                 with reported(doing, n_rows, fill) as filling:
-                    self._overwrite(filling)
+                    self.overwrite(filling)
 
         return replace_in_memory if self.in_memory else replace_file
 
@@ -254,7 +254,7 @@ class RowStore:
             if self.config.path is not None:
                 self.config.path.unlink()
 
-    def _overwrite(self, fill: Fill) -> None:
+    def overwrite(self, fill: Fill) -> None:
         """Change all rows, block by block: a second copy might not fit into memory."""
         with self._lock:
             storage = self._allocate_or_move()
@@ -496,24 +496,10 @@ class RowStore:
         storage.check()
         return storage.record.view(storage.memory[start:stop], name).to(CPU, copy=True).contiguous()
 
-    def write_field(self, name: str, start: int, values: Tensor) -> None:
-        """Replace a field of consecutive rows."""
-        self.writes += 1
-        storage = self.ensure_layout()
-        self.flush(drop=True)
-        stop = start + len(values)
-        if storage.memory is None:
-            records = storage.read(start, stop)
-            storage.record.view(records, name).copy_(values)
-            storage.write_(start, records)
-            return
-        storage.check()
-        storage.record.view(storage.memory[start:stop], name).copy_(values)
-
     def draw_again(self, seed: int) -> None:
         """Replace all weights by first weights of another seed. State stays."""
         config = replace(self.config, seed=seed)
         if not self.is_allocated and self.in_memory:
             self.config = config
         else:  # the seed stays: it is that of the file, and rows that are added later are drawn from it
-            self._overwrite(initial_rows(config, Record((config.weight,))))
+            self.overwrite(initial_rows(config, Record((config.weight,))))

@@ -287,7 +287,7 @@ class Table(TableParameter):
         wanted = self._checked(ids, WRITE)
         with self._failing_together(WRITE):
             shape = (*wanted.shape, self.embedding_dim)
-            given = as_floats(values, "values", f"of shape {shape}")
+            given = as_floats(values, "values")
             if given.shape != shape:
                 raise ValueError(f"values for these ids must have shape {shape}; found {tuple(given.shape)}")
         rows, values = last_of_each(wanted.flatten(), given.reshape(-1, self.embedding_dim))

@@ -50,6 +50,7 @@ class Reservation:
     """Of the cache: after a change of epoch the slots are others."""
     ready: torch.cuda.Event | None
     """Recorded when the records have been copied to the device."""
+    is_released: bool = False
 
 
 class HostIndexCache:
@@ -135,6 +136,7 @@ class HostIndexCache:
 
     def release(self, reservation: Reservation, after: torch.cuda.Event | None) -> None:
         """Let the rows be evicted after an event. Takes no lock: the garbage collector may call this."""
+        reservation.is_released = True
         self._released.append((reservation, after))
 
     def _end_released(self, stream: torch.cuda.Stream | None) -> None:
@@ -149,7 +151,7 @@ class HostIndexCache:
     def protects(self, batch: LookupBatch | None) -> bool:
         if batch is None or batch.cache is not self or batch.admission is None:
             return False
-        return bool(batch.admission.epoch == self.epoch)
+        return bool(batch.admission.epoch == self.epoch) and not batch.admission.is_released
 
     def prefetch(
         self, keys: Tensor, *, window: int, reservation: Reservation | None
