@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import signal
 import sys
 import threading
@@ -17,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 import flatbed
 from flatbed import FlatbedError, Prefetcher
@@ -123,29 +122,12 @@ def test_threads_begin_with_the_first_large_batch(
     assert prefetch.n_open == 0
 
 
-class Late(Dataset[Any]):
-    """The worker makes one batch only after the loop has got the batch before."""
-
-    def __init__(self) -> None:
-        self.is_wanted = multiprocessing.Event()
-
-    def __len__(self) -> int:
-        return 20
-
-    def __getitem__(self, i: int) -> Any:
-        if i == 10:
-            self.is_wanted.wait(2 * pipeline.INLINE_SECONDS)
-        elif i == 15:
-            assert self.is_wanted.wait(200)
-        return {"items": torch.tensor([i])}
-
-
-def test_threads_begin_when_a_worker_is_late(emb: flatbed.Embedding, prefetches: Fakes) -> None:
-    """The loop waits for it once with other batches at hand. Later, it gets these meanwhile."""
-    data = Late()
-    for batch in Prefetcher(DataLoader(data, batch_size=None, num_workers=1), {emb: "items"}):
-        if first(batch) == 14:
-            data.is_wanted.set()
+def test_threads_begin_when_a_batch_is_late(
+    emb: flatbed.Embedding, prefetches: Fakes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The training thread waits for it once; later, it gets batches that are ready meanwhile."""
+    monkeypatch.setattr(pipeline, "INLINE_SECONDS", -1.0)
+    assert list(map(first, Prefetcher(batches(9), {emb: "items"}))) == list(range(9))
     assert len(prefetches[0].threads["check"]) == (1 if prefetches[0].reads_disk else 2)
 
 

@@ -153,7 +153,7 @@ def test_copies_are_chosen_by_the_memory_that_is_available(monkeypatch: pytest.M
     gpu, array = torch.device("cuda", 0), numbers(10, 4)
     monkeypatch.setattr(row_reader, "use_triton", lambda device: True)
     made = row_reader._source_for
-    nbytes = CopiedRows.nbytes_for(array)
+    nbytes = array.nbytes  # rows of 16 bytes
     monkeypatch.setattr(host_memory, "available_bytes", lambda: 2 * nbytes)
     assert isinstance(made(array, gpu, None), GatheredRows)
     assert isinstance(made(array, gpu, False), GatheredRows)

@@ -114,10 +114,17 @@ def _source_for(array: Array, device: torch.device, copy: bool | None) -> Copied
     if device.type == "cpu" or not array.nbytes:
         return GatheredRows(array, torch.device("cpu"))
     if copy is None:
-        copy = CopiedRows.nbytes_for(array) < host_memory.available_bytes() // 2
+        n_pieces, piece_bytes = pieces_of(array[0].nbytes)
+        copy = len(array) * n_pieces * piece_bytes < host_memory.available_bytes() // 2
     if copy and use_triton(device):
         return CopiedRows(array, device)
     return GatheredRows(array, device)
+
+
+def pieces_of(row_bytes: int) -> tuple[int, int]:
+    """Return how many pieces of how many bytes a row is copied in."""
+    n_pieces = -(-row_bytes // PIECE_BYTES)
+    return n_pieces, -(-row_bytes // (n_pieces * ALIGNMENT)) * ALIGNMENT
 
 
 class CopiedRows:
@@ -128,8 +135,9 @@ class CopiedRows:
     def __init__(self, array: Array, device: torch.device) -> None:
         self._device = device
         self._row_bytes = array[0].nbytes
-        self._n_pieces, self._piece_bytes = self._pieces(self._row_bytes)
-        self._memory = host_memory.allocate(self.nbytes_for(array), device=device)
+        self._n_pieces, self._piece_bytes = pieces_of(self._row_bytes)
+        nbytes = len(array) * self._n_pieces * self._piece_bytes
+        self._memory = host_memory.allocate(nbytes, device=device)
         if not self._memory.addressable:
             self._memory.close()
             raise FlatbedError(f"kernels of {device} cannot address host memory: give copy=False")
@@ -137,17 +145,6 @@ class CopiedRows:
         n = max(1, COPY_BYTES // self._row_bytes)
         for first in range(0, len(array), n):
             rows[first : first + n] = as_bytes(array[first : first + n])
-
-    @staticmethod
-    def _pieces(row_bytes: int) -> tuple[int, int]:
-        n_pieces = -(-row_bytes // PIECE_BYTES)
-        return n_pieces, -(-row_bytes // (n_pieces * ALIGNMENT)) * ALIGNMENT
-
-    @classmethod
-    def nbytes_for(cls, array: Array) -> int:
-        """Return the size of a copy."""
-        n_pieces, piece_bytes = cls._pieces(array[0].nbytes)
-        return len(array) * n_pieces * piece_bytes
 
     def gather(self, ids: Tensor) -> Tensor:
         """Return rows as bytes, given int64 ids on any device: (n,) → (n, bytes of a row)."""

@@ -41,13 +41,9 @@ def prepare_lookup(
     if records_grad and device.type == "cuda" and checks.graph_error is None and not capturing:
         checks.prepare_capture(device, n_rows)
     if table._prefetched and lead is None and not capturing and isinstance(ids, Tensor):
-        for batch in table._prefetched:
-            if _is_of(batch, ids):
-                batch = batch if batch.shape == ids.shape else replace(batch, shape=ids.shape)
-                if isinstance(table._row_io, ShardedRowIO):
-                    return table._row_io.exchange_again(LOOKUP[records_grad], batch, admits=records_grad)
-                if records_grad and batch.cache is not None and batch.cache.protects(batch):
-                    return batch
+        batch = _prefetched(table, ids, records_grad=records_grad)
+        if batch is not None:
+            return batch
     if isinstance(table._row_io, ShardedRowIO):
         return _prepare_sharded(table, table._row_io, ids, for_bag=for_bag, records_grad=records_grad)
     given = as_ids(ids)
@@ -75,17 +71,26 @@ def prepare_lookup(
     return LookupBatch(given.shape, keys, found if lead is None else _without_lead(found), cache, admission)
 
 
-def _is_of(batch: LookupBatch, ids: Tensor) -> bool:
-    """Return True if a prefetched batch was made of these ids, and their memory has not changed since."""
-    own = batch.ids
-    if own is None or (-1 if ids.is_inference() else ids._version) != batch.version:
-        return False
-    return ids is own or (
-        (ids.data_ptr(), ids.dtype, ids.numel(), ids.device)
-        == (own.data_ptr(), own.dtype, own.numel(), own.device)
-        and ids.is_contiguous()
-        and own.is_contiguous()
-    )
+def _prefetched(table: Table, ids: Tensor, *, records_grad: bool) -> LookupBatch | None:
+    """Return the prefetched batch that was made of these ids, if their memory has not changed since."""
+    version = -1 if ids.is_inference() else ids._version
+    for batch in table._prefetched:
+        own = batch.ids
+        if own is None or version != batch.version:
+            continue
+        if ids is not own and not (
+            (ids.data_ptr(), ids.dtype, ids.numel(), ids.device)
+            == (own.data_ptr(), own.dtype, own.numel(), own.device)
+            and ids.is_contiguous()
+            and own.is_contiguous()
+        ):
+            continue
+        batch = batch if batch.shape == ids.shape else replace(batch, shape=ids.shape)
+        if isinstance(table._row_io, ShardedRowIO):
+            return table._row_io.exchange_again(LOOKUP[records_grad], batch, admits=records_grad)
+        if records_grad and batch.cache is not None and batch.cache.protects(batch):
+            return batch
+    return None
 
 
 def _prepare_sharded(
