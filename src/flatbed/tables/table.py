@@ -358,7 +358,9 @@ class Table(TableParameter):
         """Return counts of the cache so far: hits, misses, evictions, bytes moved. Waits for the GPU."""
         self._deferred_checks.check_graphs()
         cache = self._store.cache
-        return CacheStats.of([0] * 5, rows=0, nbytes=0) if cache is None else cache.stats()
+        if cache is None:
+            return CacheStats.of([0] * 5, rows=0, nbytes=0)
+        return CacheStats.of(cache.index.counts.tolist(), rows=cache.n_slots, nbytes=cache.records.shape[1])
 
     def set_cache(
         self, cache_rows: int | None = None, cache_bytes: int | None = None, *, policy: str | None = None

@@ -35,7 +35,7 @@ from flatbed.cuda.streams import is_capturing, relaxed_capture
 from flatbed.errors import FlatbedError
 from flatbed.kernels import RecordLocation, UniqueRows
 from flatbed.kernels.cache import CacheIndex
-from flatbed.tables.cache.base import CacheStats, LookupBatch
+from flatbed.tables.cache.base import LookupBatch
 from flatbed.tables.storage.base import MemoryStorage
 
 MAX_WINDOW = 1024
@@ -57,7 +57,7 @@ class GpuCache:
 
         self._kernels = kernels
         self.storage = storage
-        self.n_slots, self.device, self.record_bytes = n_slots, device, storage.record.nbytes
+        self.n_slots, self.device = n_slots, device
         self.index = CacheIndex(storage.n_rows, n_slots, policy=policy, device=device)
         self.records = torch.empty((n_slots, storage.record.nbytes), dtype=torch.uint8, device=device)
         self.location = RecordLocation(storage.memory, self.records, self.index.slot_of_row, self.index.dirty)
@@ -209,7 +209,3 @@ class GpuCache:
         self.wait_for_prefetch()
         self.index.clear()
         self._oldest_protected = self._n_admissions + 1
-
-    def stats(self) -> CacheStats:
-        """Return the counts so far. Waits for the device."""
-        return CacheStats.of(self.index.counts.tolist(), rows=self.n_slots, nbytes=self.record_bytes)

@@ -31,7 +31,7 @@ from flatbed.kernels.cache import (
     probe,
     select_victims,
 )
-from flatbed.tables.cache.base import CacheStats, LookupBatch
+from flatbed.tables.cache.base import LookupBatch
 from flatbed.tables.cache.write_behind import HostCopies, WriteBehind, WriteThrough
 from flatbed.tables.storage.base import Storage
 
@@ -337,9 +337,6 @@ class HostIndexCache:
         if self.location is not None:
             assert self.location.slot_of_row is not None
             self.location.slot_of_row.fill_(-1)
-
-    def stats(self) -> CacheStats:
-        return CacheStats.of(self.index.counts.tolist(), rows=self.n_slots, nbytes=self.record.nbytes)
 
 
 def _words(records: Tensor) -> Tensor:
