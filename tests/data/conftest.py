@@ -9,7 +9,7 @@ import pytest
 
 import flatbed
 from flatbed.data import prefetcher
-from tests.data.fakes import ROWS, FakePrefetch, threads, wait_until, workers
+from tests.data.fakes import ROWS, FakePrefetch, Fakes, threads, wait_until, workers
 
 
 @pytest.fixture(autouse=True)
@@ -29,9 +29,9 @@ def emb() -> flatbed.Embedding:
 
 
 @pytest.fixture(params=[False, True], ids=["memory", "disk"])
-def prefetches(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> list[FakePrefetch]:
+def prefetches(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Fakes:
     """Stand-ins for `RowPrefetch` in the order in which iterations made them: with one and two threads."""
-    made: list[FakePrefetch] = []
+    made: Fakes = []
 
     def make(table: flatbed.Table, depth: int) -> FakePrefetch:
         made.append(FakePrefetch(table, depth, reads_disk=request.param))

@@ -8,9 +8,10 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
@@ -86,6 +87,11 @@ class FakePrefetch:
     @property
     def n_open(self) -> int:
         return sum(request.state != "finished" for request in self.requests)
+
+
+Fakes: TypeAlias = list[FakePrefetch]
+
+DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 
 # ---- loaders

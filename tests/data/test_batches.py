@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import collections
-import gc
 import types
-import warnings
-import weakref
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -23,7 +20,7 @@ CPU = torch.device("cpu")
 
 
 def on_cpu(batch: Any) -> Any:
-    (found,) = Prefetcher([batch], device="cpu", depth=0)
+    (found,) = Prefetcher([batch], device="cpu")
     return found
 
 
@@ -41,17 +38,11 @@ class Pair(NamedTuple):
 @dataclass
 class Sample:
     ids: Any
-    name: str
+    length: int = field(init=False, default=3)
     made: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.made.append("by init")
-
-
-@dataclass(frozen=True)
-class Frozen:
-    ids: Any
-    length: int = field(init=False, default=3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,23 +103,6 @@ def test_other_arrays_stay(array: Any) -> None:
     assert on_cpu([array])[0] is array
 
 
-def test_arrays_that_are_copied() -> None:
-    plain = np.arange(12.0).reshape(3, 4)
-    locked = plain.copy()
-    locked.flags.writeable = False
-    structured = np.zeros(3, [("a", "i1"), ("b", "i4")])
-    structured["b"] = [1, 2, 3]
-    given = [locked, plain[::-1], plain.astype(">f8"), structured["b"], np.array(5), np.zeros((0, 3))]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        found = on_cpu(given)
-    for one, array in zip(found, given, strict=True):
-        assert one.shape == array.shape
-        assert one.tolist() == array.tolist()
-    found[0].fill_(0)
-    assert locked.sum() == plain.sum()
-
-
 @pytest.mark.parametrize(
     "make",
     [
@@ -142,7 +116,7 @@ def test_arrays_that_are_copied() -> None:
         lambda x: Attributes(a=x),
         lambda x: Ids([x, x]),
         lambda x: collections.deque([x, {"a": x}]),
-        lambda x: Frozen(x),
+        lambda x: Sample(x),
         lambda x: Slotted(x, rest=[Slotted({"a": x})]),
         lambda x: (x, torch.Size([3])),
         lambda x: [],
@@ -161,14 +135,8 @@ def test_containers_keep_their_type(make: Any) -> None:
     assert not tensors_of(given), "the containers of the loader do not change"
     if isinstance(given, collections.defaultdict):
         assert found["new"] == []
-
-
-def test_dataclasses_are_not_initialised_again() -> None:
-    sample = Sample(np.arange(2), "x")
-    found = on_cpu(sample)
-    assert isinstance(found.ids, Tensor)
-    assert (found.name, found.made, type(sample.ids)) == ("x", ["by init"], np.ndarray)
-    assert on_cpu(Frozen(np.arange(2))).length == 3
+    if isinstance(given, Sample):
+        assert (found.length, found.made) == (3, ["by init"]), "initialised once"
 
 
 def test_a_leaf_that_occurs_twice_is_converted_once() -> None:
@@ -183,18 +151,6 @@ def test_objects_move_themselves() -> None:
     assert found[1] is Known, "a class is no object that moves itself"
     packed = pack_sequence([torch.arange(3), torch.arange(2)])
     assert isinstance(on_cpu({"p": packed})["p"], PackedSequence)
-
-
-def test_leaves_are_freed_with_their_batch() -> None:
-    """At once, without the garbage collector: they may be memory of a GPU."""
-    gc.disable()
-    try:
-        moved = map_leaves(lambda leaf: leaf + 1, {"x": [torch.zeros(3)]})
-        leaf = weakref.ref(moved["x"][0])
-        del moved
-        assert leaf() is None
-    finally:
-        gc.enable()
 
 
 def test_batches_without_rows() -> None:

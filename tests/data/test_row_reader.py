@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import flatbed
 from flatbed.cuda import host_memory
 from flatbed.data import Prefetcher, row_reader
 from flatbed.data.row_reader import CopiedRows, GatheredRows, RowReader
@@ -62,65 +61,57 @@ def is_same(found: Tensor, want: Tensor) -> bool:
     return torch.equal(*bits)
 
 
+WAYS = pytest.mark.parametrize(
+    "way",
+    ["cpu", "copied on the cpu", *(pytest.param(way, marks=pytest.mark.gpu) for way in ("copied", "staged"))],
+)
+
+
 def reader_of(array: np.ndarray[Any, Any], way: str) -> RowReader:
-    """Read rows from the array, or as a GPU does from a copy, with the reference of its kernel."""
+    """Read rows in one of the ways; also as a GPU does from a copy, with the reference of its kernel."""
+    if way in ("copied", "staged"):
+        return RowReader(array, device="cuda", copy=way == "copied")
     reader = RowReader(array, device="cpu")
-    if way == "copied":
+    if way == "copied on the cpu":
         reader._source = CopiedRows(array, CPU)
     return reader
 
 
-@pytest.mark.parametrize("way", ["cpu", "copied"])
+@WAYS
 @pytest.mark.parametrize("name", ARRAYS)
 def test_every_array(name: str, way: str) -> None:
     array = ARRAYS[name]()
     before = array.copy()
     with reader_of(array, way) as reader:
+        assert reader.way == way.split()[0]
         assert len(reader) == 10
         found = reader[IDS]
+        assert found.device == reader.device
         assert is_same(found, expected(array))
         found.zero_()
         assert np.array_equal(array, before), "rows are copies"
+        assert is_same(reader(torch.from_numpy(IDS).to(reader.device)), expected(array))
+        with pytest.raises(IndexError, match="id 10"):
+            reader[[10]]
 
 
-@pytest.mark.parametrize(
-    "ids",
-    [
-        [3, 0, 9],
-        (3, 0),
-        7,
-        np.int16(7),
-        range(2, 9, 3),
-        np.array([[1, 2]], np.uint64),
-        np.array([], np.int64),
-        torch.tensor([4, 4], dtype=torch.uint8),
-        torch.zeros((2, 0), dtype=torch.int32),
-        np.arange(10)[::-3],
-    ],
-    ids=repr,
-)
-def test_every_kind_of_ids(ids: Any) -> None:
+@WAYS
+@pytest.mark.parametrize("interpret", ["0", "1"])
+def test_every_layout_of_ids(way: str, interpret: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", interpret)
     array = numbers(10, 3)
-    want = expected(array, np.asarray(ids, np.int64))
-    reader = RowReader(array, device="cpu")
-    assert is_same(reader[ids], want)
-    assert is_same(reader(ids), want)
-
-
-@pytest.mark.parametrize("way", ["cpu", "copied", "interpreted"])
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_every_layout_of_ids(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    array = numbers(10, 3)
-    if way == "interpreted":
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
-    with reader_of(array, "copied" if way == "interpreted" else way) as reader:
-        assert is_same(reader[LAYOUTS[name]], expected(array, LAYOUTS[name]))
+    with reader_of(array, way) as reader:
+        for ids in LAYOUTS.values():
+            assert is_same(reader[ids], expected(array, ids))
+        pairs = PAIRS.to(reader.device)
+        for ids in (pairs[:, 0], pairs.int()[:, 1], pairs.t(), pairs[:1, 0].expand(4000), pairs[:0]):
+            assert is_same(reader[ids], expected(array, ids.cpu()))
 
 
 def test_slices() -> None:
     array = numbers(10, 3)
     reader = RowReader(array, device="cpu")
-    for part in (slice(None), slice(2, 5), slice(None, None, -3), slice(8, 100), slice(5, 2)):
+    for part in (slice(None), slice(2, 5), slice(None, None, -3), slice(8, 100), slice(5, 2), [3, 0], 7):
         assert is_same(reader[part], torch.from_numpy(array[part].copy()))
 
 
@@ -139,14 +130,6 @@ def test_empty_arrays() -> None:
     assert RowReader(np.zeros((3, 0), np.float32), device="cpu")[[2, 2]].shape == (2, 0)
     with pytest.raises(IndexError, match="id 0 at position 0"):
         RowReader(np.zeros((0, 3)), device="cpu")[[0]]
-
-
-def test_the_device_0_is_a_gpu() -> None:
-    if torch.cuda.is_available():
-        assert RowReader(numbers(10, 3), device=0).device == torch.device("cuda", 0)
-    else:
-        with pytest.raises(ValueError, match=r"device must be .* found 0"):
-            RowReader(numbers(10, 3), device=0)
 
 
 def test_the_array_is_held_until_close() -> None:
@@ -170,7 +153,7 @@ def test_copies_are_chosen_by_the_memory_that_is_available(monkeypatch: pytest.M
     gpu, array = torch.device("cuda", 0), numbers(10, 4)
     monkeypatch.setattr(row_reader, "use_triton", lambda device: True)
     made = row_reader._source_for
-    nbytes = CopiedRows.nbytes_for(array)
+    nbytes = array.nbytes  # rows of 16 bytes
     monkeypatch.setattr(host_memory, "available_bytes", lambda: 2 * nbytes)
     assert isinstance(made(array, gpu, None), GatheredRows)
     assert isinstance(made(array, gpu, False), GatheredRows)
@@ -212,33 +195,6 @@ def test_wrong_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("copy", [None, True, False])
-@pytest.mark.parametrize("name", ARRAYS)
-def test_every_array_on_a_gpu(name: str, copy: bool | None) -> None:
-    array = ARRAYS[name]()
-    with RowReader(array, device="cuda", copy=copy) as reader:
-        assert reader.way == ("staged" if copy is False else "copied")
-        for ids in (IDS, torch.from_numpy(IDS).cuda()):
-            found = reader[ids]
-            assert found.is_cuda
-            assert is_same(found, expected(array))
-        with pytest.raises(IndexError, match="id 10"):
-            reader[[10]]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("copy", [True, False])
-def test_every_layout_of_ids_on_a_gpu(copy: bool) -> None:
-    array = numbers(10, 3)
-    with RowReader(array, device="cuda", copy=copy) as reader:
-        for ids in LAYOUTS.values():
-            assert is_same(reader[ids], expected(array, ids))
-        pairs = PAIRS.cuda()
-        for ids in (pairs[:, 0], pairs.int()[:, 1], pairs.t(), pairs[:1, 0].expand(4000), pairs[:0]):
-            assert is_same(reader[ids], expected(array, ids.cpu()))
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize("copy", [True, False])
 @pytest.mark.parametrize("row", [1, 15, 16, 17, 2048, 2049, 5000])
 def test_many_rows_on_a_gpu(row: int, copy: bool) -> None:
@@ -261,15 +217,9 @@ def test_a_reader_that_is_closed_while_a_kernel_reads() -> None:
         assert is_same(found, expected(array, ids.numpy()))
 
 
-def test_only_memory_of_our_own_is_registered() -> None:
-    """Registered memory is rounded to pages: plain copies of its neighbours in the same page would fail."""
-    sources = {path.name: path.read_text() for path in Path(flatbed.__file__).parent.rglob("*.py")}
-    assert [name for name, text in sources.items() if "HostRegister" in text] == ["driver.py"]
-    assert [name for name, text in sources.items() if "driver.register(" in text] == ["host_memory.py"]
-
-
 @pytest.mark.gpu
 def test_copies_of_neighbours_in_memory_are_not_disturbed() -> None:
+    """Registered memory is rounded to pages: plain copies of its neighbours in the same page would fail."""
     arrays = [numbers(100, 7) for _ in range(200)]
     readers = [RowReader(array, device="cuda") for array in arrays[::2]]
     list(Prefetcher(arrays[1::4], device="cuda", pin=True))

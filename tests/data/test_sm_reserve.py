@@ -1,17 +1,20 @@
-"""SMs that are left to row movers: what cuBLAS and torch are told, and that all of it is set back."""
+"""SMs that are left to row movers: what cuBLAS and torch are told, and when a Prefetcher reserves them."""
 
 from __future__ import annotations
 
 import ctypes
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import torch
 
 import flatbed
+from flatbed import Prefetcher
 from flatbed.data import sm_reserve
-from flatbed.data.sm_reserve import SmReserve
+from flatbed.data.sm_reserve import BUS_BYTES, MOVER_SMS, PERIOD, SmPolicy, SmReserve
+from tests.data.fakes import CPU, Fakes, batches
+from tests.data.test_prefetcher import WAYS, leave_at_once
 
 ONE, OTHER = torch.device("cuda", 0), torch.device("cuda", 1)
 
@@ -30,7 +33,7 @@ class Libraries:
 
 @pytest.fixture
 def libraries(monkeypatch: pytest.MonkeyPatch) -> Libraries:
-    """A GPU of 132 SMs, with the handles 10 and 11, and another one with the handles 20 and 21."""
+    """Two GPUs of 132 SMs, with the handles 10 and 11, and 20 and 21."""
     made = Libraries()
     monkeypatch.setattr(sm_reserve, "sm_count_target", lambda: made.set_target)
     monkeypatch.setattr(sm_reserve, "blas_handles", lambda gpu: [10 + 10 * gpu.index, 11 + 10 * gpu.index])
@@ -80,15 +83,110 @@ def test_calls_that_are_missing_are_left_out(libraries: Libraries, monkeypatch: 
     assert (libraries.targets, libraries.carveout) == ({}, None)
 
 
-def test_on_a_cpu_nothing_happens(libraries: Libraries) -> None:
-    SmReserve(torch.device("cpu")).set(12)
-    assert (libraries.targets, libraries.carveout) == ({}, None)
+# ---- while a Prefetcher runs
 
 
-@pytest.mark.skipif(torch.version.cuda is not None, reason="torch has cuBLAS")
-def test_a_torch_without_cublas_has_no_such_call() -> None:
-    sm_reserve.sm_count_target.cache_clear()
-    assert sm_reserve.sm_count_target() is None
+RECORD_BYTES = 1000
+
+
+class FakeReserve:
+    """Writes down what is set."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.n_sms = device, 0
+        self.calls: list[int] = []
+
+    def set(self, n_sms: int) -> None:
+        if n_sms != self.n_sms:
+            self.n_sms = n_sms
+            self.calls.append(n_sms)
+
+
+Reserves: TypeAlias = list[FakeReserve]
+
+
+@pytest.fixture
+def reserves(monkeypatch: pytest.MonkeyPatch) -> Reserves:
+    """All reserves that were made."""
+    made: Reserves = []
+
+    def make(device: torch.device) -> FakeReserve:
+        made.append(FakeReserve(device))
+        return made[-1]
+
+    monkeypatch.setattr(sm_reserve, "SmReserve", make)
+    return made
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_number_is_reserved_for_the_loop(
+    emb: flatbed.Embedding, prefetches: Fakes, reserves: Reserves, way: Any
+) -> None:
+    way(Prefetcher(batches(6), {emb: "items"}, reserve_sms=7))
+    (reserve,) = reserves
+    assert reserve.calls == ([] if way is leave_at_once else [7, 0])
+
+
+def test_nothing_is_reserved_without_prefetched_rows(emb: flatbed.Embedding, reserves: Reserves) -> None:
+    list(Prefetcher(batches(3), {emb: "items"}))
+    list(Prefetcher(batches(3), {emb: "items"}, depth=0, reserve_sms=7))
+    list(Prefetcher(batches(3), device="cpu", reserve_sms=7))
+    assert not reserves
+
+
+class Loop:
+    """Batches of a second each, with so many rows that miss a cache."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seconds = 0.0
+        self.counts = torch.zeros(5, dtype=torch.int64)
+        cache = SimpleNamespace(
+            index=SimpleNamespace(counts=self.counts), records=torch.empty(2, RECORD_BYTES)
+        )
+        tables: Any = [SimpleNamespace(_store=SimpleNamespace(cache=one)) for one in (cache, None)]
+        monkeypatch.setattr(sm_reserve.time, "monotonic", lambda: self.seconds)
+        self.policy = SmPolicy(CPU, tables, "auto")
+        self.policy._share_of_sms = 0.1  # of a GPU with 120 SMs
+
+    def run(self, n_batches: int, *, missing: int, written: int = 0) -> int:
+        """Return the SMs that are reserved in the end."""
+        for _ in range(n_batches):
+            self.counts += torch.tensor([5, missing, 0, written, 0])
+            self.seconds += 1.0
+            self.policy.adjust()
+        return self.policy.reserve.n_sms
+
+
+SHARE = int(BUS_BYTES / RECORD_BYTES / 100)
+"""Rows that take the bus a hundredth of a second."""
+
+
+def test_sms_are_reserved_while_they_pay_for_themselves(
+    reserves: Reserves, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop, enough = Loop(monkeypatch), 3 * PERIOD
+    assert loop.run(enough, missing=9 * SHARE) == 0
+    assert loop.run(enough, missing=11 * SHARE) == MOVER_SMS
+    assert loop.run(enough, missing=6 * SHARE) == MOVER_SMS, "half as much keeps them"
+    assert loop.run(enough, missing=4 * SHARE) == 0
+    assert loop.run(enough, missing=0, written=11 * SHARE) == MOVER_SMS
+    loop.counts.zero_()  # a new cache
+    assert loop.run(1, missing=0) == MOVER_SMS
+    loop.policy.reserve.set(0)
+    assert reserves[0].calls == [MOVER_SMS, 0, MOVER_SMS, 0]
+
+
+def test_the_counters_of_a_real_cache_are_read(reserves: Reserves, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(sm_reserve, "PERIOD", 1)
+    monkeypatch.setattr(sm_reserve, "BUS_BYTES", 1e-3)
+    emb = flatbed.Embedding(1000, 8, cache_rows=100)
+    optimizer = flatbed.optim.SGD(emb, lr=0.1)
+    given = [torch.arange(20) + 20 * i for i in range(8)]
+    for batch in Prefetcher(given, {emb: lambda b: b}, reserve_sms="auto"):
+        emb(batch).sum().backward()
+        optimizer.step()
+    assert reserves[0].calls == [MOVER_SMS, 0]
 
 
 # ---- on a GPU
@@ -122,10 +220,13 @@ def test_handles_of_the_training_thread_and_of_autograd() -> None:
 
 
 @pytest.mark.gpu
-def test_matrix_multiplications_are_right_with_fewer_sms() -> None:
-    a = torch.randint(-3, 4, (2048, 2048), device="cuda").float()
-    want = a @ a
-    reserve = SmReserve(ONE)
-    reserve.set(12)
-    assert torch.equal(a @ a, want)
-    reserve.set(0)
+def test_auto_reserves_for_uniform_ids_only(reserves: Reserves) -> None:
+    emb = flatbed.Embedding(2_000_000, 128, device="cuda", cache_rows=400_000)
+    optimizer = flatbed.optim.Adam(emb, lr=0.1)
+    for n_rows, expected in ((2_000_000, [MOVER_SMS, 0]), (1000, [])):
+        given = [torch.randint(0, n_rows, (65_536,)) for _ in range(160)]
+        for batch in Prefetcher(given, {emb: lambda b: b}, reserve_sms="auto"):
+            emb(batch).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert reserves[-1].calls == expected

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 import flatbed
 from flatbed.cuda.streams import stream_for
 from flatbed.data import Prefetcher
-from tests.data.fakes import LAYOUTS, PAIRS, threads, wait_until
+from tests.data.fakes import DEVICES, LAYOUTS, PAIRS, threads, wait_until
 
 ROWS, DIM, STEPS = 64, 8, 24
 
@@ -65,6 +65,7 @@ def trained(
     device: str = "cpu",
     workers: int = 0,
     epochs: int = 1,
+    checkpoints: bool = False,
     **options: Any,
 ) -> tuple[list[Tensor], list[float]]:
     torch.manual_seed(0)
@@ -85,6 +86,8 @@ def trained(
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.detach())
+            for table in flatbed.tables(model) if checkpoints and len(losses) % 3 == 0 else ():
+                table.checkpoint()
     everything = torch.arange(ROWS)
     found = [table.read_rows(everything).cpu() for table in flatbed.tables(model)]
     found += [table.read_state("exp_avg_sq", everything).cpu() for table in flatbed.tables(model)]
@@ -103,14 +106,23 @@ def check(storage: str, folder: Path, *, depth: int, **options: Any) -> None:
     assert losses[-1] < losses[0]
 
 
+@DEVICES
 @pytest.mark.parametrize("depth", [0, 1, 2, 4])
 @pytest.mark.parametrize("storage", ["host", "disk", "device"])
-def test_the_same_training(storage: str, depth: int, tmp_path: Path) -> None:
-    check(storage, tmp_path, depth=depth)
+def test_the_same_training(storage: str, depth: int, device: str, tmp_path: Path) -> None:
+    check(storage, tmp_path, depth=depth, device=device, epochs=1 if device == "cpu" else 2)
 
 
 def test_the_same_training_with_workers(tmp_path: Path) -> None:
     check("disk", tmp_path, depth=2, workers=2, epochs=2)
+
+
+@pytest.mark.parametrize("interpret", ["0", "1"])
+def test_rows_are_prefetched_while_a_table_is_checkpointed(
+    interpret: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", interpret)
+    check("disk", tmp_path, depth=3, checkpoints=True, cache_rows=40)
 
 
 def test_a_disk_table_is_not_read_after_the_loop(tmp_path: Path) -> None:
@@ -122,28 +134,6 @@ def test_a_disk_table_is_not_read_after_the_loop(tmp_path: Path) -> None:
             emb.read_rows(batch)
         emb.table.close(discard=True)
         assert wait_until(lambda: not threads())
-
-
-def test_a_checkpoint_in_the_middle(tmp_path: Path) -> None:
-    """Rows of a disk table are prefetched while it is checkpointed."""
-
-    def rows(path: Path, ahead: bool) -> Tensor:
-        emb = flatbed.Embedding(ROWS, DIM, storage="disk", path=path, seed=0)
-        optimizer = flatbed.optim.Adam(emb, lr=0.1)
-        chance = torch.Generator().manual_seed(3)
-        given = [torch.randint(0, ROWS, (30,), generator=chance) for _ in range(20)]
-        for n, batch in enumerate(Prefetcher(given, {emb: lambda b: b}, depth=3) if ahead else given):
-            emb(batch).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            if n % 3 == 0:
-                emb.table.checkpoint()
-        emb.table.checkpoint()
-        found = emb.read_rows(torch.arange(ROWS))
-        emb.table.close()
-        return found
-
-    assert torch.equal(rows(tmp_path / "a.bed", True), rows(tmp_path / "b.bed", False))
 
 
 @pytest.mark.parametrize("cache_rows", [0, 6])
@@ -160,6 +150,33 @@ def test_files_that_are_replaced_in_the_loop(cache_rows: int, tmp_path: Path) ->
     emb.table.close(discard=True)
 
 
+@DEVICES
+@pytest.mark.parametrize("storage", ["host", "disk"])
+def test_a_step_after_the_next_batch_was_taken(
+    device: str, storage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rows may have been evicted for coming batches."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    chance = torch.Generator().manual_seed(0)
+    given, found = [torch.randint(0, ROWS, (8,), generator=chance).to(device) for _ in range(20)], []
+    for is_prefetched in (True, False):
+        path = tmp_path / f"{is_prefetched}.bed" if storage == "disk" else None
+        emb = flatbed.Embedding(ROWS, DIM, storage=storage, path=path, cache_rows=16, seed=0, device=device)
+        optimizer = flatbed.optim.Adam(emb, lr=0.1)
+        batches = iter(Prefetcher(given, {emb: lambda b: b}, depth=1) if is_prefetched else given)
+        ids = next(batches, None)
+        while ids is not None:
+            emb(ids).square().sum().backward()
+            batch, ids = emb.table._grads.parts[0].batch, next(batches, None)
+            if storage == "disk" and batch is not None and batch.cache is not None:
+                assert not batch.cache.protects(batch), "the reservation has ended"
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(emb.read_rows(range(ROWS)))
+        emb.table.close(discard=True)
+    assert torch.equal(*found)
+
+
 def test_inference_mode() -> None:
     emb = flatbed.Embedding(20, 4)
     given = [torch.arange(4) + 5 * n for n in range(4)]
@@ -168,10 +185,18 @@ def test_inference_mode() -> None:
     assert torch.equal(torch.cat(found), emb.weight[:20][torch.cat(given)])
 
 
-def check_layouts(layouts: list[Any], device: str, storage: str, folder: Path) -> None:
+@pytest.mark.parametrize("storage", ["host", "disk"])
+@pytest.mark.parametrize("where", ["cpu", "interpreted", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_every_layout_of_ids(where: str, storage: str, tmp_path: Path, monkeypatch: Any) -> None:
+    layouts, device = [*LAYOUTS.values()], "cuda" if where == "cuda" else "cpu"
+    if where == "cuda":
+        pairs = PAIRS.cuda()
+        layouts += [pairs[:, 0], pairs.int()[:, 1], pairs.t(), pairs[:1, 0].expand(30), pairs[:0]]
+    else:
+        monkeypatch.setenv("TRITON_INTERPRET", str(int(where == "interpreted")))
     found = []
     for is_prefetched in (False, True):
-        path = folder / f"{is_prefetched}.bed" if storage == "disk" else None
+        path = tmp_path / f"{is_prefetched}.bed" if storage == "disk" else None
         emb = flatbed.Embedding(ROWS, DIM, storage=storage, path=path, cache_rows=40, seed=0, device=device)
         optimizer = flatbed.optim.Adam(emb, lr=0.1)
         for ids in Prefetcher(layouts, {emb: lambda b: b}) if is_prefetched else layouts:
@@ -183,45 +208,15 @@ def check_layouts(layouts: list[Any], device: str, storage: str, folder: Path) -
     assert torch.equal(*found)
 
 
-@pytest.mark.parametrize("storage", ["host", "disk"])
-@pytest.mark.parametrize("interpret", ["0", "1"])
-def test_every_layout_of_ids(
-    interpret: str, storage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", interpret)
-    check_layouts([*LAYOUTS.values()], "cpu", storage, tmp_path)
-
-
 # ---- on a GPU
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("storage", ["host", "disk"])
-def test_every_layout_of_ids_on_the_gpu(storage: str, tmp_path: Path) -> None:
-    pairs = PAIRS.cuda()
-    on_gpu = [pairs[:, 0], pairs.int()[:, 1], pairs.t(), pairs[:1, 0].expand(30), pairs[:0]]
-    check_layouts([*LAYOUTS.values(), *on_gpu], "cuda", storage, tmp_path)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("depth", [1, 2, 4])
-@pytest.mark.parametrize("storage", ["host", "disk", "device"])
-def test_the_same_training_on_the_gpu(storage: str, depth: int, tmp_path: Path) -> None:
-    check(storage, tmp_path, depth=depth, device="cuda", epochs=2)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("storage", ["host", "disk"])
 def test_delays_in_every_stream(storage: str, tmp_path: Path) -> None:
     """Each batch, each id and each row is right, whichever stream is late, and whichever is the user's."""
-    emb = flatbed.Embedding(
-        ROWS,
-        DIM,
-        device="cuda",
-        seed=5,
-        storage=storage,
-        **({"path": tmp_path / "a.bed"} if storage == "disk" else {}),
-    )
+    path = tmp_path / "a.bed" if storage == "disk" else None
+    emb = flatbed.Embedding(ROWS, DIM, device="cuda", seed=5, storage=storage, path=path)
     table = emb.read_rows(torch.arange(ROWS)).clone()
     chance = torch.Generator().manual_seed(2)
 
@@ -261,18 +256,3 @@ def test_batches_are_handed_out_while_the_gpu_is_busy() -> None:
             next(prefetched)
         assert not busy.query()
         torch.cuda.synchronize()
-
-
-@pytest.mark.gpu
-def test_memory_does_not_grow_on_the_gpu() -> None:
-    emb = flatbed.Embedding(ROWS, DIM, device="cuda")
-    given = [{"items": torch.randint(0, ROWS, (1000,))} for _ in range(10)]
-    used = []
-    for n in range(200):
-        for _ in Prefetcher(given, {emb: "items"}, depth=3):
-            if n % 2:
-                break
-        if n in (20, 199):
-            torch.cuda.synchronize()
-            used.append(torch.cuda.memory_allocated())
-    assert used[1] <= used[0] + (1 << 20)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import numpy as np
@@ -50,7 +51,14 @@ KINDS = {
 
 def given(kind: str) -> Tensor:
     made = KINDS[kind]()
-    return as_tensor(made) if isinstance(made, np.ndarray) else made
+    if isinstance(made, Tensor):
+        return made
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found: Tensor = as_tensor(made)
+    assert (found.shape, found.tolist()) == (made.shape, made.tolist())
+    assert made.flags.writeable or found.data_ptr() != made.ctypes.data, "torch might write to it"
+    return found
 
 
 def bits(tensor: Tensor) -> Tensor:

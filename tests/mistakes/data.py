@@ -59,7 +59,7 @@ DATA: list[Mistake] = [
     of_rows(
         "a missing file", lambda folder: RowReader(folder / "missing.npy"), FileNotFoundError, "missing.npy"
     ),
-    of_rows("an archive", lambda folder: RowReader(archive(folder)), ValueError, r"of rows.*numpy\.save"),
+    of_rows("an archive", lambda folder: RowReader(archive(folder)), ValueError, r"npz is not .*numpy\.save"),
     of_rows("a wrong device", lambda _: RowReader(FEATURES, device="gpu"), ValueError, "device.*gpu"),
     of_rows(
         "a row too far",
@@ -80,10 +80,10 @@ DATA: list[Mistake] = [
     of_batches("a dict", make({"x": torch.ones(8)}), TypeError, r"found one dict: give \[batch\]"),
     of_batches("a list of embeddings", make([], [embedding()]), TypeError, "a key of the batch.*found list"),
     of_batches(
-        "torch's embedding", make([], {nn.Embedding(3, 2): "x"}), TypeError, r"found torch\.nn\.Embedding"
+        "torch's embedding", make([], {nn.Embedding(3, 2): "x"}), TypeError, r"found torch\.nn\..*Embedding"
     ),
     of_batches(
-        "a model", make([], {nn.Sequential(embedding()): "x"}), TypeError, r"torch\.nn\.Sequential: give"
+        "a model", make([], {nn.Sequential(embedding()): "x"}), TypeError, r"torch\.nn\..*Sequential: give"
     ),
     of_batches("a fraction", make([], depth=1.5), TypeError, "integer"),
     of_batches("a meta device", make([], device="meta"), FlatbedError, "meta"),
@@ -111,5 +111,5 @@ DATA: list[Mistake] = [
     in_a_batch("an id too large", {"items": torch.tensor([1, 10])}, IndexError, "id 10 at position 1"),
     in_a_batch("a missing key", {"ids": torch.tensor([1])}, KeyError, "'items'.*keys .'ids'.: give a key"),
     in_a_batch("a key of a list", [torch.tensor([1]), 3], AttributeError, "'items'.*batch of type list"),
-    in_a_batch("floats", {"items": torch.tensor([0.5])}, TypeError, "integers.*found torch.float32"),
+    in_a_batch("floats", {"items": torch.tensor([0.5])}, TypeError, "integers; found .*torch.float32"),
 ]

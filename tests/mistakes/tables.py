@@ -108,7 +108,7 @@ TABLES: list[Mistake] = [
         r"id 10 at position 1.*10 rows",
     ),
     of_table("write_rows", "integers", lambda t: t.write_rows([1], ONE.long()), TypeError, r"int64.*float"),
-    of_table("write_rows", "nothing", lambda t: t.write_rows([1], None), TypeError, r"found NoneType"),
+    of_table("write_rows", "nothing", lambda t: t.write_rows([1], None), RuntimeError, r"NoneType"),
     of_table("warm", "a large id", lambda t: t.warm([3, 10]), IndexError, r"id 10", cache_rows=4),
     of_table("warm", "few counts", lambda t: t.warm([1, 2], [5]), ValueError, r"1 for 2", cache_rows=4),
     of_table("set_cache", "a share", lambda t: t.set_cache(0.1), TypeError, r"cache_rows.*0\.1"),

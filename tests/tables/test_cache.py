@@ -343,8 +343,6 @@ class Simulation:
         batches = self.pending.pop(0)
         for batch in batches:
             self.training.wait_event(batch.ready)
-        if batches:
-            self.cache.begin(batches[0].admission)
         self.begun.append(batches)
 
     def use(self, batch: LookupBatch | None, rows: Tensor) -> None:

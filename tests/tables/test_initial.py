@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import flatbed
 from flatbed.tables import initializers
 from flatbed.tables.initializers import Init, describe, described, fill_, parse
 
@@ -73,20 +72,6 @@ def test_parse(said: object, kind: str, numbers: tuple[float, ...]) -> None:
 def test_unknown_forms_and_impossible_numbers(said: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse(said)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "init"),
-    [
-        (torch.float16, 1e5),
-        (torch.float16, ("normal", 0.0, 1e4)),
-        (torch.float64, ("uniform", 0.0, 1e39)),
-        (torch.float32, ("uniform", -3e38, 3e38)),
-    ],
-)
-def test_values_that_a_dtype_cannot_hold(dtype: torch.dtype, init: Any) -> None:
-    with pytest.raises(ValueError, match=r"init|ends at|range"):
-        flatbed.Embedding(3, 3, dtype=dtype, init=init).read_rows([0])
 
 
 # ---- each row by itself
@@ -186,7 +171,7 @@ def test_normal(dim: int, seed: int) -> None:
     assert abs(values.mean()) < 5 / math.sqrt(n)
     assert abs(values.std() - 1) < 5 / math.sqrt(2 * n)
     assert abs((values**4).mean() - 3) < 5 * math.sqrt(96 / n)
-    assert 4 < values.abs().max() < initializers.TAIL
+    assert 4 < values.abs().max() < 7
     # 1.95 / sqrt(n) is passed once in a thousand times
     assert distance(values, lambda x: 0.5 * (1 + torch.erf(x / math.sqrt(2)))) < 2.2 / math.sqrt(n)
 
@@ -213,7 +198,7 @@ def test_extreme_words_give_finite_normals() -> None:
     words = np.array([[0, 0, 2**32 - 1, 2**32 - 1, 0, 2**32 - 1, 0, 2**32 - 1]], np.uint32)
     values = initializers._normal(words)
     assert np.isfinite(values).all()
-    assert np.abs(values).max() < initializers.TAIL
+    assert np.abs(values).max() < 7
 
 
 @pytest.mark.parametrize("init", [NORMAL, parse(("uniform", -1.0, 1.0))])

@@ -186,7 +186,7 @@ def test_a_row_of_zeros_has_cosine_zero() -> None:
         (torch.ones(2, 5), 1, {}, ValueError, r"\(n, 4\).*found shape \(2, 5\)"),
         (torch.tensor(1.0), 1, {}, ValueError, r"found shape \(\)"),
         (torch.ones(2, 4).long(), 1, {}, TypeError, "found torch.int64"),
-        ("queries", 1, {}, TypeError, "found str"),
+        ("queries", 1, {}, TypeError, "str"),
         (torch.ones(2, 4), 10, {}, ValueError, "between 1 and 9.*padding_idx; found 10"),
         (torch.ones(2, 4), 0, {}, ValueError, "found 0"),
         (torch.ones(2, 4), 2.5, {}, TypeError, "k must be an integer; found 2.5"),

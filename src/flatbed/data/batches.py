@@ -149,19 +149,8 @@ def select_ids(table: Table, selectors: Sequence[Selector], batch: Any) -> list[
         are_several = is_list and any(isinstance(one, (Tensor, np.ndarray)) for one in found)
         for one in found if are_several else [found]:
             is_tensor = isinstance(one, Tensor) and one.dtype in ID_DTYPES
-            ids.append(one if is_tensor else _converted(table, one))
+            ids.append(one if is_tensor else as_ids(one, name=f"lookups[{table!r}]"))
     return ids
-
-
-def _converted(table: Table, found: Any) -> Tensor:
-    try:
-        return as_ids(found)
-    except (TypeError, ValueError) as error:
-        what = found.dtype if isinstance(found, (Tensor, np.ndarray)) else type(found).__name__
-        raise TypeError(
-            f"lookups[{table!r}] must select integers in a tensor, a numpy array or a list, or a "
-            f"list of tensors or arrays; found {what} ({error})"
-        ) from error
 
 
 # ---- to the device
@@ -180,11 +169,8 @@ class MovedBatch:
     """Tensors that own the memory of the batch on a GPU."""
     arrived: Any = None
     """The event after the copies; None on a CPU."""
-
-    @property
-    def nbytes(self) -> int:
-        """The size of the tensors that were copied to a GPU."""
-        return sum(tensor.nbytes for tensor in self.owners if tensor.layout == torch.strided)
+    nbytes: int = 0
+    """The size of the tensors that were copied to a GPU."""
 
 
 class BatchMover:
@@ -236,7 +222,8 @@ class BatchMover:
                 torch.cuda.current_stream(origin).wait_event(arrived)
         moved = dict(zip(tensors, sent, strict=True))
         there = map_leaves(lambda leaf: moved.get(id(leaf), leaf), batch)
-        return MovedBatch(there, moved, has_objects, owners, arrived)
+        nbytes = sum(tensor.nbytes for tensor in owners if tensor.layout == torch.strided)
+        return MovedBatch(there, moved, has_objects, owners, arrived, nbytes)
 
     def hand_out(self, moved: MovedBatch, stream: torch.cuda.Stream | None) -> Any:
         """Return the batch for the training stream, which waits for the copies.

@@ -21,7 +21,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -149,18 +149,27 @@ class Pipeline:
             begin = time.monotonic()
             batch = next(self.batches, NO_BATCH)
             is_late = self.in_use is not None and time.monotonic() - begin > INLINE_SECONDS
-            batch, leaves = self._to_host(batch, pending)
-            if batch is NO_BATCH:
+            if has_ended := batch is NO_BATCH:
+                if ranks is None or self.is_closed:
+                    return End()
+                batch = ranks.empty_batch
+            leaves: list[Any] = []
+            if batch is not NO_BATCH:
+                batch, leaves = self.mover.to_host(batch)
+                at_once = not self.depth or ranks is not None  # the error of one rank is for all of them
+                for selectors, prefetch in self.lookups:
+                    ids = select_ids(prefetch.table, selectors, batch)
+                    request = prefetch.check(ids, at_once=at_once)
+                    if self.depth:
+                        pending.requests.append((prefetch, request))
+            if ranks is not None and not self._agree(ranks, pending, batch, has_ended=has_ended):
                 return End()
-            if ranks is not None:
-                for prefetch, request in pending.requests:
-                    prefetch.exchange(request, ranks.channel)
             if earlier_steps is not None:
                 earlier_steps.synchronize()  # the device holds no more than depth + 1 batches
             extra = [tensor for _, request in pending.requests for tensor in request.tensors]
-            pending.moved = self.mover.move(batch, leaves, extra)
-            has_objects = pending.moved.has_objects  # they may have been pinned, at any size
-            if self.depth and (is_late or has_objects or pending.moved.nbytes > INLINE_BYTES):
+            pending.moved = moved = self.mover.move(batch, leaves, extra)
+            # Objects that move themselves may have been pinned, at any size.
+            if self.depth and (is_late or moved.has_objects or moved.nbytes > INLINE_BYTES):
                 self.needs_threads = True
             if ranks is not None:
                 ranks.n_loaded += 1
@@ -173,40 +182,16 @@ class Pipeline:
             raise
         return pending
 
-    def load_here(self) -> PendingBatch | End:
-        """Load a batch in the training thread. Its error is raised after the batches before it."""
-        try:
-            return self.load(None)
-        except Exception as error:
-            return End(error)
-
-    def _to_host(self, batch: Any, pending: PendingBatch) -> tuple[Any, list[Any]]:
-        """Return a batch on the host with its leaves, and check its ids; NO_BATCH at the end.
-
-        If a table is sharded, ranks agree whether there is another batch.
-        """
-        ranks = self.ranks
-        leaves: list[Any] = []
-        has_ended = batch is NO_BATCH
-        if has_ended and ranks is not None and not self.is_closed:
-            batch = ranks.empty_batch
-        elif has_ended:
-            return NO_BATCH, []
-        if batch is not NO_BATCH:
-            batch, leaves = self.mover.to_host(batch)
-            at_once = not self.depth or ranks is not None  # the error of one rank is for all of them
-            for selectors, prefetch in self.lookups:
-                ids = select_ids(prefetch.table, selectors, batch)
-                request = prefetch.check(ids, at_once=at_once)
-                if self.depth:
-                    pending.requests.append((prefetch, request))
-        if ranks is not None:
-            if ranks.uneven == "empty" and not has_ended:
-                ranks.empty_batch = without_rows(batch)
-            if not ranks.agree(has_ended=has_ended):
-                pending.finish()
-                return NO_BATCH, []
-        return batch, leaves
+    def _agree(self, ranks: LoaderRanks, pending: PendingBatch, batch: Any, *, has_ended: bool) -> bool:
+        """Agree with other ranks whether there is a batch, and exchange its ids."""
+        if ranks.uneven == "empty" and not has_ended:
+            ranks.empty_batch = without_rows(batch)
+        if not ranks.agree(has_ended=has_ended):
+            pending.finish()
+            return False
+        for prefetch, request in pending.requests:
+            prefetch.exchange(request, ranks.channel)
+        return True
 
     def _read(self, pending: PendingBatch) -> PendingBatch:
         try:
@@ -312,22 +297,13 @@ class PrefetchIterator(Iterator[Any]):
         _close_at_exit()
 
     def __next__(self) -> Any:
-        pipeline = self._pipeline
+        pipeline, stream, earlier_steps = self._pipeline, None, None
         pipeline.is_in_next = True  # before it looks for `is_closed`, which `close` sets before it looks here
         try:
-            return self._next(pipeline)
-        finally:
-            pipeline.is_in_next = False
             if pipeline.is_closed:
-                pipeline.finish_batches()
-
-    def _next(self, pipeline: Pipeline) -> Any:
-        if pipeline.is_closed:
-            raise StopIteration
-        try:
+                raise StopIteration
             if pipeline.in_use is not None:
                 pipeline.in_use.finish()
-            stream = earlier_steps = None
             if pipeline.mover.on_gpu:
                 stream = torch.cuda.current_stream(pipeline.mover.device)
                 earlier_steps = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call,unused-ignore]
@@ -337,34 +313,43 @@ class PrefetchIterator(Iterator[Any]):
             if pipeline.ranks is not None:
                 pipeline.ranks.begin()
             self._take_batches()
-            if pipeline.ready and not pipeline.is_closed:  # another thread may close, or the loader
-                if pipeline.ranks is not None:
-                    pipeline.ranks.take_batch()
-                pending = pipeline.in_use = pipeline.ready.popleft()
-                assert pending.moved is not None
-                for prefetch, request in pending.requests:
-                    prefetch.begin(request, stream)
-                batch = pipeline.mover.hand_out(pending.moved, stream)
-                pending.moved = None  # the loop alone holds the batch
-                if pipeline.is_threaded:
-                    pipeline.permit(earlier_steps)
-                if pipeline.sms is not None:
-                    pipeline.sms.adjust()
-                return batch
+            if pipeline.is_closed or not pipeline.ready:  # another thread may close, or the loader
+                self._raise_end()
+            if pipeline.ranks is not None:
+                pipeline.ranks.take_batch()
+            pending = pipeline.in_use = pipeline.ready.popleft()
+            assert pending.moved is not None
+            for prefetch, request in pending.requests:
+                prefetch.begin(request, stream)
+            batch = pipeline.mover.hand_out(pending.moved, stream)
+            pending.moved = None  # the loop alone holds the batch
+            if pipeline.is_threaded:
+                pipeline.permit(earlier_steps)
+            if pipeline.sms is not None:
+                pipeline.sms.adjust()
+            return batch
+        except StopIteration:
+            raise
         except BaseException as error:
             self._fail(error)
             raise
-        end, self._end = self._end, None
-        if end is None or end.error is None:
-            if pipeline.ranks is not None:
-                pipeline.ranks.is_exhausted = True
-            pipeline.close()
-            raise StopIteration
-        self._fail(end.error)
-        try:
-            raise end.error
         finally:
-            del end  # the traceback of the error refers to this frame
+            pipeline.is_in_next = False
+            if pipeline.is_closed:
+                pipeline.finish_batches()
+
+    def _raise_end(self) -> NoReturn:
+        """Raise the error of the loader, or end the loop."""
+        end, self._end = self._end, None
+        if end is not None and end.error is not None:
+            try:
+                raise end.error
+            finally:
+                del end  # the traceback of the error refers to this frame
+        if self._pipeline.ranks is not None:
+            self._pipeline.ranks.is_exhausted = True
+        self._pipeline.close()
+        raise StopIteration
 
     def _take_batches(self) -> None:
         """Take all batches that are loaded; wait for one only if none is ready.
@@ -382,7 +367,10 @@ class PrefetchIterator(Iterator[Any]):
                 pipeline.n_permits -= 1
                 taken = pipeline.results.get()
             elif len(pipeline.ready) <= pipeline.depth:
-                taken = pipeline.load_here()
+                try:
+                    taken = pipeline.load(None)
+                except Exception as error:  # raised after the batches before it
+                    taken = End(error)
             else:
                 return
             if isinstance(taken, End):

@@ -102,7 +102,7 @@ class Prefetcher:
             )
         if operator.index(depth) < 0:
             raise ValueError(f"depth is a number of batches, 0 or more; found {depth}")
-        if not (reserve_sms is None or reserve_sms == "auto" or _is_count(reserve_sms)):
+        if not (reserve_sms in (None, "auto") or (isinstance(reserve_sms, int) and reserve_sms >= 0)):
             raise ValueError(f'reserve_sms is a number of SMs, "auto" or None; found {reserve_sms!r}')
         if uneven not in UNEVEN:
             raise ValueError(f'uneven is "stop", "empty" or "error"; found {uneven!r}')
@@ -115,7 +115,8 @@ class Prefetcher:
         self._channel = common_channel([*self._selectors])
         self._device = device
         self._pinned: list[Any] | None = None
-        self._one_shot: OneShotItems | None = None
+        self._is_read = False
+        """True once a loader that can be read once has ended."""
         self._previous: Pipeline | None = None
         _ = self.device  # raises for wrong devices
 
@@ -155,18 +156,17 @@ class Prefetcher:
         batches: Iterator[Any] = iter(self.loader)
         if batches is not self.loader:
             return batches
-        if self._one_shot is None:
-            self._one_shot = OneShotItems(batches)
-        if self._one_shot.is_exhausted:  # an epoch without batches would pass for training
+        if self._is_read:  # an epoch without batches would pass for training
             raise FlatbedError(
                 f"an earlier loop has read the loader to its end, and a {type(batches).__name__} can be read "
                 "once: give a list, a DataLoader or another object that can be iterated over again"
             )
-        return self._one_shot
+        return self._read_once(batches)
 
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    def _read_once(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:  # noqa: UP028  # a generator of the user is not closed with this one
+            yield batch
+        self._is_read = True
 
 
 def _may_reuse(loader: Iterable[Any]) -> bool:
@@ -175,21 +175,6 @@ def _may_reuse(loader: Iterable[Any]) -> bool:
     if isinstance(loader, DataLoader) and begin is DataLoader.__iter__:
         return loader.num_workers == 0  # batches of other processes have memory of their own
     return begin not in (list.__iter__, tuple.__iter__)
-
-
-class OneShotItems(Iterator[Any]):
-    """An iterator that can be read once, and remembers that it was read to its end."""
-
-    def __init__(self, items: Iterator[Any]) -> None:
-        self._items = items
-        self.is_exhausted = False
-
-    def __next__(self) -> Any:
-        try:
-            return next(self._items)
-        except StopIteration:
-            self.is_exhausted = True
-            raise
 
 
 def selectors_by_table(lookups: Any) -> dict[Table, list[Selector]]:
@@ -205,11 +190,10 @@ def selectors_by_table(lookups: Any) -> dict[Table, list[Selector]]:
     for module, selector in lookups.items():
         table = module.table if isinstance(module, TableModule) else module
         if not isinstance(table, Table):
-            prefix = "torch.nn." if type(module).__module__.startswith("torch.nn.") else ""
             raise TypeError(
                 "a key of lookups must be a flatbed.Embedding, a flatbed.EmbeddingBag or a flatbed.Table; "
-                f"found {prefix}{type(module).__name__}: give each flatbed embedding of a model, and leave "
-                "out torch's, whose rows are not prefetched"
+                f"found {torch.typename(module)}: give each flatbed embedding of a model, and leave out "
+                "torch's, whose rows are not prefetched"
             )
         if not callable(selector) and not isinstance(selector, (str, int)):
             raise TypeError(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -115,10 +114,17 @@ def _source_for(array: Array, device: torch.device, copy: bool | None) -> Copied
     if device.type == "cpu" or not array.nbytes:
         return GatheredRows(array, torch.device("cpu"))
     if copy is None:
-        copy = CopiedRows.nbytes_for(array) < host_memory.available_bytes() // 2
+        n_pieces, piece_bytes = pieces_of(array[0].nbytes)
+        copy = len(array) * n_pieces * piece_bytes < host_memory.available_bytes() // 2
     if copy and use_triton(device):
         return CopiedRows(array, device)
     return GatheredRows(array, device)
+
+
+def pieces_of(row_bytes: int) -> tuple[int, int]:
+    """Return how many pieces of how many bytes a row is copied in."""
+    n_pieces = -(-row_bytes // PIECE_BYTES)
+    return n_pieces, -(-row_bytes // (n_pieces * ALIGNMENT)) * ALIGNMENT
 
 
 class CopiedRows:
@@ -129,8 +135,9 @@ class CopiedRows:
     def __init__(self, array: Array, device: torch.device) -> None:
         self._device = device
         self._row_bytes = array[0].nbytes
-        self._n_pieces, self._piece_bytes = self._pieces(self._row_bytes)
-        self._memory = host_memory.allocate(self.nbytes_for(array), device=device)
+        self._n_pieces, self._piece_bytes = pieces_of(self._row_bytes)
+        nbytes = len(array) * self._n_pieces * self._piece_bytes
+        self._memory = host_memory.allocate(nbytes, device=device)
         if not self._memory.addressable:
             self._memory.close()
             raise FlatbedError(f"kernels of {device} cannot address host memory: give copy=False")
@@ -138,17 +145,6 @@ class CopiedRows:
         n = max(1, COPY_BYTES // self._row_bytes)
         for first in range(0, len(array), n):
             rows[first : first + n] = as_bytes(array[first : first + n])
-
-    @staticmethod
-    def _pieces(row_bytes: int) -> tuple[int, int]:
-        n_pieces = -(-row_bytes // PIECE_BYTES)
-        return n_pieces, -(-row_bytes // (n_pieces * ALIGNMENT)) * ALIGNMENT
-
-    @classmethod
-    def nbytes_for(cls, array: Array) -> int:
-        """Return the size of a copy."""
-        n_pieces, piece_bytes = cls._pieces(array[0].nbytes)
-        return len(array) * n_pieces * piece_bytes
 
     def gather(self, ids: Tensor) -> Tensor:
         """Return rows as bytes, given int64 ids on any device: (n,) → (n, bytes of a row)."""
@@ -170,56 +166,49 @@ class GatheredRows:
 
     def __init__(self, array: Array, device: torch.device) -> None:
         self.name = "cpu" if device.type == "cpu" else "staged"
-        self._gather: Callable[[Tensor, Tensor], Any] | None = gather_into(array)
+        self._source: Tensor | Array | None = source_of(array)
         self._row_bytes = array[0].nbytes if len(array) else 0
         self._device = device
 
     def gather(self, ids: Tensor) -> Tensor:
         """Return rows as bytes, given int64 ids on any device: (n,) → (n, bytes of a row)."""
-        assert self._gather is not None
+        assert self._source is not None
         ids, device, shape = ids.cpu(), self._device, (len(ids), self._row_bytes)
         if device.type == "cpu":
-            found = torch.empty(shape, dtype=torch.uint8, device=device)
-            self._gather(found, ids)
-            return found
+            return gather_(torch.empty(shape, dtype=torch.uint8, device=device), self._source, ids)
         copies, current = stream_for(device, "batches"), torch.cuda.current_stream(device)
         with torch.cuda.stream(copies):  # not behind the work of the current stream
             found = torch.empty(shape, dtype=torch.uint8, device=device)
             n = max(1, GATHER_BYTES // self._row_bytes)
             for there, some in zip(torch.split(found, n), torch.split(ids, n), strict=True):
                 memory = torch.empty(there.shape, dtype=torch.uint8, device="cpu", pin_memory=True)
-                self._gather(memory, some)
-                there.copy_(memory, non_blocking=True)
+                there.copy_(gather_(memory, self._source, some), non_blocking=True)
         current.wait_stream(copies)
         found.record_stream(current)  # type: ignore[arg-type,unused-ignore]
         return found
 
     def close(self) -> None:
         """Drop the array."""
-        self._gather = None
+        self._source = None
 
 
-def gather_into(array: Array) -> Callable[[Tensor, Tensor], Any]:
-    """Return a function that writes rows of an array, as bytes, to the lines of a CPU tensor of bytes.
-
-    torch's threads gather rows that are contiguous. numpy does so for others, and in other byte orders.
-    """
-    row_bytes = array[0].nbytes if len(array) else 0
+def source_of(array: Array) -> Tensor | Array:
+    """Return contiguous rows as a tensor of bytes; others, and those in another byte order, as they are."""
     row = array[0] if len(array) else array
-    if not (row_bytes and array.dtype.isnative and row.flags.c_contiguous and array.strides[0] >= row_bytes):
-        return lambda target, ids: np.copyto(target.numpy(), as_bytes(array[ids.numpy()]))
-    words = _words(array, row_bytes)
-    return lambda target, ids: torch.index_select(words, 0, ids, out=target.view(words.dtype))
-
-
-def _words(array: Array, row_bytes: int) -> Tensor:
-    """Return contiguous rows as a tensor of the largest words that fit: (rows, words of a row)."""
-    numbers = (row_bytes, array.strides[0], array.ctypes.data)
-    size = next(size for size in (8, 4, 2, 1) if not any(number % size for number in numbers))
-    words = array.reshape(len(array), -1).view(np.uint8).view(f"i{size}")
+    is_contiguous = row.flags.c_contiguous and array.strides[0] >= row.nbytes > 0
+    if not (array.dtype.isnative and is_contiguous):
+        return array
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of arrays that are read-only: the tensor is only read
-        return torch.from_numpy(words)
+        return torch.from_numpy(array.reshape(len(array), -1).view(np.uint8))
+
+
+def gather_(target: Tensor, source: Tensor | Array, ids: Tensor) -> Tensor:
+    """Write rows, as bytes, to the lines of a CPU tensor: by torch's threads, or by numpy."""
+    if isinstance(source, Tensor):
+        return torch.index_select(source, 0, ids, out=target)
+    np.copyto(target.numpy(), as_bytes(source[ids.numpy()]))
+    return target
 
 
 def as_bytes(rows: Array) -> Array:
@@ -258,13 +247,8 @@ def _dtype(array: Array) -> torch.dtype:
 def _mapped(path: Path) -> Any:
     """Map a .npy file."""
     try:
-        found = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError) as error:
+        return np.lib.format.open_memmap(path, mode="r")
+    except ValueError as error:
         raise ValueError(
             f"{path} is not a .npy file of numbers, or it is cut short ({error}): write it with numpy.save"
         ) from error
-    if isinstance(found, np.ndarray):
-        return found
-    names = ", ".join(found.files)
-    found.close()
-    raise ValueError(f"{path} is an .npz archive of {names}, which cannot be mapped: use numpy.save for one")

@@ -113,14 +113,17 @@ MISSES, WRITTEN = COUNTS.index("misses"), COUNTS.index("written")
 class Reading:
     """Counters of all caches, on their way to the host, and when they were read."""
 
-    counts: list[tuple[Tensor, int]]
+    counts: Tensor
     """For each cache its counters, and the bytes of a record."""
+    record_bytes: list[int]
     seconds: float
-    copied: torch.cuda.Event | None = None
+    copied: torch.cuda.Event | None
 
     def bytes_moved(self, count: int) -> int:
         """Return the bytes that crossed the bus in one direction: of missing rows, or of written ones."""
-        return sum(int(counts[count]) * nbytes for counts, nbytes in self.counts)
+        return sum(
+            n * nbytes for n, nbytes in zip(self.counts[:, count].tolist(), self.record_bytes, strict=True)
+        )
 
 
 class SmPolicy:
@@ -162,21 +165,19 @@ class SmPolicy:
 
     def _read(self) -> Reading:
         device = self.reserve.device
-        caches: list[Any] = [table._store.cache for table in self._tables]
-        found = [(cache.index.counts, cache.records.shape[1]) for cache in caches if cache is not None]
-        if device.type != "cuda":
-            return Reading([(counts.clone(), nbytes) for counts, nbytes in found], time.monotonic())
-        rows = stream_for(device, "rows")
+        rows = stream_for(device, "rows") if device.type == "cuda" else None
+        caches: list[Any] = [table._store.cache for table in self._tables if table._store.cache is not None]
+        shape = (len(caches), len(COUNTS))
         with torch.cuda.stream(rows):
-            memory = torch.empty((len(found), len(COUNTS)), dtype=torch.int64, device="cpu", pin_memory=True)
-            on_host = [(line, nbytes) for line, (_, nbytes) in zip(memory, found, strict=True)]
-            for (target, _), (counts, _) in zip(on_host, found, strict=True):
-                target.copy_(counts, non_blocking=True)
-            return Reading(on_host, time.monotonic(), rows.record_event())
+            counts = torch.empty(shape, dtype=torch.int64, device="cpu", pin_memory=rows is not None)
+            for target, cache in zip(counts, caches, strict=True):
+                target.copy_(cache.index.counts, non_blocking=True)
+        copied = None if rows is None else rows.record_event()
+        return Reading(counts, [cache.records.shape[1] for cache in caches], time.monotonic(), copied)
 
     def _decide(self, reading: Reading) -> None:
         last, self._last = self._last, reading
-        if last is None or len(last.counts) != len(reading.counts):
+        if last is None or last.record_bytes != reading.record_bytes:
             return
         seconds = reading.seconds - last.seconds
         nbytes = max(reading.bytes_moved(count) - last.bytes_moved(count) for count in (MISSES, WRITTEN))

@@ -296,7 +296,7 @@ class OptimizerTables:
             if table._deferred_checks.pending and not capturing:
                 table._raise_bad_ids()
             if any(part.captured != capturing for part in table._grads.parts):
-                table._grads.clear()
+                table.grad = None
                 raise FlatbedError(
                     f"table {owned.name} has gradients from outside of this CUDA graph, or from inside of "
                     "another: capture lookup, backward and optimizer.step() in one CUDA graph, after "
@@ -307,7 +307,7 @@ class OptimizerTables:
             if several:
                 exchange_grads(table)
             if not table._needs_grad:
-                table._grads.clear()
+                table.grad = None
             packs.append(table._grads.packed())
         for owned, pack in zip(self.owned, packs, strict=True):
             if pack is not None and owned.table._store.config.storage == "disk":

@@ -125,7 +125,7 @@ def build_config(
             raise ValueError(f"padding_idx must be within the {n_rows} rows; found {padding_idx}")
         padding_idx %= n_rows
     given = {"init": init, "seed": seed}
-    config = Config(
+    return Config(
         n_rows=n_rows,
         dim=as_integer("embedding_dim", embedding_dim),
         dtype=torch.get_default_dtype() if dtype is None else dtype,
@@ -137,8 +137,6 @@ def build_config(
         asked=frozenset(name for name, value in given.items() if value is not None) | {"padding_idx"},
         **others,
     )
-    initializers.check_fits(config.init, config.dtype)
-    return config
 
 
 def part_of(config: Config, rank: int, n_ranks: int, n_rows: int) -> Config:
@@ -162,17 +160,6 @@ def part_of(config: Config, rank: int, n_ranks: int, n_rows: int) -> Config:
     return replace(config, n_rows=n_rows, path=path, shard_rank=rank, n_shards=n_ranks)
 
 
-WITHOUT = {
-    "sparse": "gradients of a table have the rows of the batch alone: leave it out",
-    "max_norm": "rows are not renormalised at lookup: leave it out; an optimizer's max_norm clips gradients",
-    "norm_type": "rows are not renormalised at lookup: leave it out",
-    "scale_grad_by_freq": "gradients of repeated ids are summed: leave it out",
-    "_weight": "from_pretrained takes weights",
-    "_freeze": "use emb.requires_grad_(False)",
-}
-"""Arguments of torch's embeddings that tables do not have, and the remedy."""
-
-
 def as_integer(name: str, value: Any) -> int:
     """Return the argument `name` as an int, or raise."""
     try:
@@ -192,10 +179,7 @@ def device_of(device: Any) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ValueError(f'torch sees no CUDA GPU; found device "{found}": use device="cpu"')
-    index = torch.cuda.current_device() if found.index is None else found.index
-    if index >= torch.cuda.device_count():
-        raise ValueError(f'there are {torch.cuda.device_count()} GPUs; found device "{found}"')
-    return torch.device("cuda", index)
+    return torch.device("cuda", torch.cuda.current_device() if found.index is None else found.index)
 
 
 def check_device(device: torch.device) -> None:

@@ -14,7 +14,7 @@ from torch.nn import functional
 from flatbed.cuda.host_memory import available_bytes
 from flatbed.errors import FlatbedError
 from flatbed.progress import note
-from flatbed.tables.config import WITHOUT, Config, build_config
+from flatbed.tables.config import Config, build_config
 from flatbed.tables.ids import as_ids
 from flatbed.tables.lookup import GatherFunction, LookupFunction, prepare_lookup
 from flatbed.tables.parameter import NOT_EXPORTED, SavedWeight, WeightView
@@ -65,11 +65,7 @@ class TableModule(nn.Module):
         cache_rows: int | None = None,
         cache_bytes: int | None = None,
         cache_policy: str = "lfu",
-        **unknown: Any,
     ) -> None:
-        for name in unknown:
-            hint = WITHOUT.get(name, "see help(flatbed.Embedding)")
-            raise TypeError(f"flatbed.{type(self).__name__} has no argument {name!r}: {hint}")
         if not isinstance(replicate, bool):  # "False" would be true
             raise TypeError(f"replicate must be True or False; found {replicate!r}")
         config = build_config(
@@ -232,8 +228,6 @@ class TableModule(nn.Module):
             raise ValueError(
                 f"embeddings must be (num_embeddings, embedding_dim); found {tuple(weights.shape)}"
             )
-        if "init" in options:
-            raise TypeError(f"from_pretrained takes no init; found init={options['init']!r}")
         if options.get("path") is not None:
             options["resume"] = False
         options = {"dtype": weights.dtype, "device": weights.device, **options}
@@ -323,7 +317,7 @@ class Embedding(TableModule, torch_embedding):  # type: ignore[misc]
         batch = prepare_lookup(table, input, records_grad=records_grad)
         if records_grad:
             return cast(Tensor, LookupFunction.apply(table, batch))  # type: ignore[no-untyped-call,unused-ignore]
-        rows = table._row_io.weights(batch.unique.rows, batch)
+        rows = table._row_io.weights(batch.unique.rows, batch)  # without the time of an autograd function
         return rows.index_select(0, batch.unique.inverse).view(*batch.shape, self.embedding_dim)
 
 
@@ -355,12 +349,12 @@ class EmbeddingBag(TableModule, torch_embedding_bag):  # type: ignore[misc]
         include_last_offset: bool = False,
         **options: Any,
     ) -> None:
-        _check_mode(mode)
         super().__init__(num_embeddings, embedding_dim, padding_idx, **options)
         self._set_options(mode=mode, include_last_offset=include_last_offset)
 
     def _set_options(self, *, mode: str = "mean", include_last_offset: bool = False) -> None:
-        _check_mode(mode)
+        if mode not in ("sum", "mean", "max"):
+            raise ValueError(f"mode must be 'sum', 'mean' or 'max'; found {mode!r}")
         self.mode = mode
         self.include_last_offset = include_last_offset
 
@@ -385,25 +379,16 @@ class EmbeddingBag(TableModule, torch_embedding_bag):  # type: ignore[misc]
         table = self.table
         records_grad = table._records_grad(training=self.training)
         batch = prepare_lookup(table, input, for_bag=True, records_grad=records_grad)
+        rows = GatherFunction.apply(table, batch)  # type: ignore[no-untyped-call,unused-ignore]
         device = table._store.device
-        found = batch.unique
-        if records_grad:
-            rows = GatherFunction.apply(table, batch)  # type: ignore[no-untyped-call,unused-ignore]
-        else:
-            rows = table._row_io.weights(found.rows, batch)
         if offsets is not None:
             offsets = as_ids(offsets, name="offsets").to(device)
             if self.include_last_offset and not offsets.numel() and not batch.keys.numel():
                 offsets = offsets.new_zeros(1)  # no bags: `offsets[:0]` of a Prefetcher with uneven="empty"
         if per_sample_weights is not None:
-            if not isinstance(per_sample_weights, Tensor):
-                raise TypeError(
-                    f"per_sample_weights must be a tensor of the ids' shape; found "
-                    f"{type(per_sample_weights).__name__}"
-                )
-            per_sample_weights = per_sample_weights.to(device)
+            per_sample_weights = torch.as_tensor(per_sample_weights, device=device)
         return functional.embedding_bag(
-            found.inverse.view(batch.shape),
+            batch.unique.inverse.view(batch.shape),
             rows,
             offsets,
             mode=self.mode,
@@ -423,11 +408,6 @@ def _untraced(forward: Callable[..., Tensor], *args: Any) -> Tensor:
 @torch._disable_dynamo  # type: ignore[attr-defined,untyped-decorator,unused-ignore]
 def _call_untraced(forward: Callable[..., Tensor], *args: Any) -> Tensor:
     return forward(*args)
-
-
-def _check_mode(mode: str) -> None:
-    if mode not in ("sum", "mean", "max"):
-        raise ValueError(f"mode must be 'sum', 'mean' or 'max'; found {mode!r}")
 
 
 def whole_field(table: Table, name: str, *, collective: bool = False) -> Tensor:
@@ -460,10 +440,14 @@ def whole_field(table: Table, name: str, *, collective: bool = False) -> Tensor:
 def write_field(table: Table, name: str, values: Tensor) -> None:
     """Replace a field of all rows; each rank of a sharded table writes its own, in a collective."""
     compare_given(table, name, values)
-    config = table._store.config
-    own = values[config.shard_rank :: config.n_shards]
-    for start, stop in row_blocks(0, config.n_rows, table._store.record.nbytes):
-        table._store.write_field(name, start, own[start:stop].detach())
+    store, config = table._store, table._store.config
+    own = values[config.shard_rank :: config.n_shards].detach()
+    record = store.ensure_layout().record
+
+    def fill(first: int, last: int, records: Tensor) -> None:
+        record.view(records, name).copy_(own[first:last])
+
+    store.overwrite(fill)
 
 
 def named_tables(module: nn.Module) -> Iterator[tuple[str, Table]]:

@@ -52,13 +52,13 @@ class GradAccumulator:
     parts: list[RowGrads] = field(default_factory=list)
     n_cleared: int = 0
     """How often gradients were dropped: `table.grad` of an earlier count is stale."""
-    _lock: OrderedLock = field(default_factory=lambda: OrderedLock("gradients"), repr=False)
+    lock: OrderedLock = field(default_factory=lambda: OrderedLock("gradients"), repr=False)
 
     def record(self, rows: Tensor, grads: Tensor, batch: LookupBatch | None = None) -> None:
         """Add the gradients of a lookup."""
         task = torch._C._current_graph_task_id()
         part = RowGrads(rows, grads, task, batch=batch, captured=is_capturing(rows.device))
-        with self._lock:
+        with self.lock:
             self.parts.append(part)
             if len(self.parts) > MAX_PARTS:  # the current pass is summed apart until it ends
                 current = [part for part in self.parts if part.task == task and not part.shared]
@@ -81,14 +81,14 @@ class GradAccumulator:
 
     def packed(self) -> RowGrads | None:
         """Return the sum of all parts, with each row once; rows may hold -1."""
-        with self._lock:
+        with self.lock:
             if len(self.parts) > 1:
                 self.parts = [merge_grads(self._sums(self.parts), self.n_rows)]
             return self.parts[0] if self.parts else None
 
     def compact(self) -> RowGrads | None:
         """Return the sum of all parts without the row -1. Waits for the GPU."""
-        with self._lock:
+        with self.lock:
             packed = self.packed()
             if packed is not None:
                 self.parts = [compacted(packed)]
@@ -102,12 +102,6 @@ class GradAccumulator:
         """Replace the parts that ranks have not exchanged by their mean."""
         mean.shared = True
         self.parts = [*(part for part in self.parts if part.shared), mean]
-
-    def clear(self) -> None:
-        """Drop all gradients."""
-        with self._lock:
-            self.parts = []
-            self.n_cleared += 1
 
 
 def compacted(packed: RowGrads) -> RowGrads:

@@ -17,47 +17,31 @@ from torch import Tensor
 from flatbed.errors import FlatbedError
 from flatbed.kernels.rows import to_int32_keys
 
-INT64 = np.dtype(np.int64)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32)
 
 
 def as_ids(ids: Any, *, name: str = "ids") -> Tensor:
-    """Return ids as an int64 tensor on the device they are on. Errors call them `name`."""
-    if isinstance(ids, np.ndarray):
-        if ids.dtype is INT64 and ids.flags.carray:
-            return torch.from_numpy(ids)
-        if ids.dtype.kind not in "iu":
-            raise TypeError(f"{name} must be integers; found an array of {ids.dtype}: use {name}.astype(int)")
-        if ids.dtype == np.uint64 and ids.size and ids.max() > np.iinfo(np.int64).max:
-            at = int(ids.argmax())
-            raise IndexError(f"id {ids.flat[at]} at {_position(at, ids.shape)} is larger than any table")
-        return torch.from_numpy(np.require(ids, np.int64, ["C", "W"]))
+    """Return ids as an int64 tensor on the device they are on. Errors call them `name`.
+
+    Ids that are too large for int64 become negative, and so out of range.
+    """
     if not isinstance(ids, Tensor):
         if isinstance(ids, (list, tuple, range, int, np.integer)):
-            return as_ids(_as_array(ids), name=name)
-        raise TypeError(
-            f"{name} must be integers in a tensor, a numpy array or a list; found {type(ids).__name__}"
-        )
+            ids = np.asarray(ids)
+            ids = ids if ids.size else ids.astype(np.int64)
+        if not isinstance(ids, np.ndarray):
+            raise TypeError(
+                f"{name} must be integers in a tensor, a numpy array or a list; found {type(ids).__name__}"
+            )
+        if ids.dtype.kind not in "iu":
+            raise TypeError(f"{name} must be integers; found an array of {ids.dtype}: use .astype(int)")
+        return torch.from_numpy(np.require(ids, np.int64, ["C", "W"]))
     if ids.dtype == torch.uint64:
-        if ids.device.type == "cpu":
-            return as_ids(ids.numpy())
-        return ids.view(torch.int64)  # too large ids become negative
+        return ids.view(torch.int64)
     if ids.dtype not in INTEGERS:
-        raise TypeError(
-            f"{name} must be integers; found a tensor of {ids.dtype}: convert them ({name}.long())"
-        )
+        raise TypeError(f"{name} must be integers; found a tensor of {ids.dtype}: use .long()")
     found: Tensor = ids.detach()
     return found if found.dtype == torch.int64 else found.to(torch.int64)
-
-
-def _as_array(ids: Any) -> np.ndarray[Any, Any]:
-    try:
-        return np.asarray(ids) if np.size(ids) else np.zeros(np.shape(ids), np.int64)
-    except ValueError:
-        raise ValueError(
-            "ids in lists must have one shape; found lists of different lengths: pad them, or pass one flat "
-            "list and offsets to an EmbeddingBag"
-        ) from None
 
 
 def check_range(ids: Tensor, n_rows: int) -> None:
@@ -78,26 +62,16 @@ def check_range(ids: Tensor, n_rows: int) -> None:
 
 def out_of_range(value: int, at: int, shape: tuple[int, ...], n_rows: int) -> IndexError:
     """Return the error for an id that is not a row."""
+    index = tuple(int(i) for i in np.unravel_index(at, shape)) if shape else ()
+    position = index[0] if len(index) == 1 else index
     return IndexError(
-        f"id {value} at {_position(at, shape)} is out of range for a table of {n_rows} rows "
-        f"(0 to {n_rows - 1})"
+        f"id {value} at position {position} is out of range for a table of {n_rows} rows (0 to {n_rows - 1})"
     )
 
 
-def _position(at: int, shape: tuple[int, ...]) -> str:
-    index = tuple(int(i) for i in np.unravel_index(at, shape)) if shape else ()
-    return f"position {index[0] if len(index) == 1 else index}"
-
-
-def as_floats(values: Any, name: str, shape: str) -> Tensor:
-    """Return numbers as a tensor, on the device they are on. Errors call them `name`, of `shape`."""
-    try:
-        given = values if isinstance(values, Tensor) else torch.as_tensor(values, device="cpu")
-    except (TypeError, ValueError, RuntimeError):
-        kind = type(values).__name__
-        raise TypeError(
-            f"{name} must be a tensor, an array or lists of numbers, {shape}; found {kind}"
-        ) from None
+def as_floats(values: Any, name: str) -> Tensor:
+    """Return numbers as a tensor, on the device they are on. Errors call them `name`."""
+    given = values if isinstance(values, Tensor) else torch.as_tensor(values, device="cpu")
     if not given.is_floating_point():
         raise TypeError(f"{name} must be floating point numbers; found {given.dtype}: convert with .float()")
     return given

@@ -41,13 +41,9 @@ def prepare_lookup(
     if records_grad and device.type == "cuda" and checks.graph_error is None and not capturing:
         checks.prepare_capture(device, n_rows)
     if table._prefetched and lead is None and not capturing and isinstance(ids, Tensor):
-        for batch in table._prefetched:
-            if batch.matches(ids):
-                batch = batch if batch.shape == ids.shape else replace(batch, shape=ids.shape)
-                if isinstance(table._row_io, ShardedRowIO):
-                    return table._row_io.exchange_again(LOOKUP[records_grad], batch, admits=records_grad)
-                if records_grad and batch.cache is not None and batch.cache.protects(batch):
-                    return batch
+        batch = _prefetched(table, ids, records_grad=records_grad)
+        if batch is not None:
+            return batch
     if isinstance(table._row_io, ShardedRowIO):
         return _prepare_sharded(table, table._row_io, ids, for_bag=for_bag, records_grad=records_grad)
     given = as_ids(ids)
@@ -73,6 +69,28 @@ def prepare_lookup(
         if on_checked is not None:
             on_checked()
     return LookupBatch(given.shape, keys, found if lead is None else _without_lead(found), cache, admission)
+
+
+def _prefetched(table: Table, ids: Tensor, *, records_grad: bool) -> LookupBatch | None:
+    """Return the prefetched batch that was made of these ids, if their memory has not changed since."""
+    version = -1 if ids.is_inference() else ids._version
+    for batch in table._prefetched:
+        own = batch.ids
+        if own is None or version != batch.version:
+            continue
+        if ids is not own and not (
+            (ids.data_ptr(), ids.dtype, ids.numel(), ids.device)
+            == (own.data_ptr(), own.dtype, own.numel(), own.device)
+            and ids.is_contiguous()
+            and own.is_contiguous()
+        ):
+            continue
+        batch = batch if batch.shape == ids.shape else replace(batch, shape=ids.shape)
+        if isinstance(table._row_io, ShardedRowIO):
+            return table._row_io.exchange_again(LOOKUP[records_grad], batch, admits=records_grad)
+        if records_grad and batch.cache is not None and batch.cache.protects(batch):
+            return batch
+    return None
 
 
 def _prepare_sharded(
@@ -152,16 +170,19 @@ class LookupFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, table: Table, batch: LookupBatch) -> Tensor:
         ctx.table, ctx.batch = table, batch
-        store = table._store
-        out = None
+        store, config, location = table._store, table._store.config, None
         if batch.cache is not None and batch.cache is store.cache and batch.exchanged is None:
-            out = batch.cache.lookup(batch)
-        if out is None:
+            location = batch.cache.location_for(batch, update=False)
+        if location is not None:  # one kernel reads the weights of all ids
+            from flatbed.kernels._triton import cache
+
+            out = cache.lookup(location, batch.keys, config.dim, config.dtype, config.n_rows)
+        else:
             rows = table._row_io.weights(batch.unique.rows, batch)
             if use_triton(rows.device) and batch.exchanged is None:
                 batch.weights, batch.generation = rows, store.generation
             out = rows.index_select(0, batch.unique.inverse)
-        return out if len(batch.shape) == 1 else _reshape(out, (*batch.shape, store.config.dim))
+        return out if len(batch.shape) == 1 else _reshape(out, (*batch.shape, config.dim))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
@@ -204,8 +225,6 @@ class LookupRequest:
     """The rows of this rank that are looked up, with repeats; on the host."""
     exchanged: Exchanged | None = None
     """If the table is sharded, the rows that ranks have asked each other for; on the host."""
-    rows_to_read: Tensor | None = None
-    """Unique rows to read from disk."""
     reserved: tuple[HostIndexCache, Reservation] | None = None
     """The cache of a disk table, and the reservation of the rows in it."""
     batch: LookupBatch | None = None
@@ -245,10 +264,7 @@ class RowPrefetch:
     # ---- in the loader threads
 
     def check(self, ids: list[Tensor], *, at_once: bool) -> PrefetchRequest:
-        """Check ids, and find the rows that `read` has to read.
-
-        Raises IndexError for ids out of range; unless `at_once`, `begin` does, if the table has not grown.
-        """
+        """Raise IndexError for ids out of range: here if `at_once`, otherwise in `begin`."""
         request, n_rows = PrefetchRequest([], ids), self.table.num_embeddings
         for one in ids:
             lookup = LookupRequest(one, as_ids(one.cpu()))
@@ -259,8 +275,6 @@ class RowPrefetch:
                 if at_once:
                     raise IndexError(f"the lookups of {self.table!r}: {error}") from None
                 request.is_in_range = False
-        if self.reads_disk and self.depth and request.is_in_range and self.table._shards is None:
-            self._plan_reads(request)
         return request
 
     def exchange(self, request: PrefetchRequest, channel: Channel) -> None:
@@ -273,21 +287,16 @@ class RowPrefetch:
             found = lookup.exchanged = shards.exchange_ahead(route, channel)
             lookup.sought = found.rows
             request.tensors += [found.route.order, found.route.rows, found.rows]
-        if self.reads_disk:
-            self._plan_reads(request)
-
-    def _plan_reads(self, request: PrefetchRequest) -> None:
-        for lookup in request.lookups:
-            if self._admits or lookup.sought.numel():
-                lookup.rows_to_read = torch.unique(lookup.sought)
 
     def read(self, request: PrefetchRequest) -> None:
         """Read rows from disk into the cache, or into the system's page cache. Batches are read in order."""
-        rows = [lookup.rows_to_read for lookup in request.lookups if lookup.rows_to_read is not None]
-        if rows and self._admits:
+        if not (self.reads_disk and request.is_in_range and request.lookups):
+            return
+        if self._admits:
             self._reserve(request)
-        elif rows:
-            for some in torch.split(torch.cat(rows), READ_ROWS):
+        else:
+            rows = torch.cat([torch.unique(lookup.sought) for lookup in request.lookups])
+            for some in torch.split(rows, READ_ROWS):
                 with suppress(FlatbedError):  # another thread may replace the file
                     self.store.ensure_layout().gather(some)
 
@@ -302,9 +311,8 @@ class RowPrefetch:
         on_gpu = self.store.device.type == "cuda"
         with torch.cuda.stream(stream_for(self.store.device, "files") if on_gpu else None):
             for lookup in request.lookups:
-                assert lookup.rows_to_read is not None
                 try:
-                    reservation = cache.reserve(lookup.rows_to_read)
+                    reservation = cache.reserve(torch.unique(lookup.sought))
                 except FlatbedError:
                     self.finish(request)
                     if not cache.retired:  # otherwise the file was replaced
@@ -377,10 +385,6 @@ class RowPrefetch:
             if batch.ready is not None:
                 stream.wait_event(batch.ready)
             batch.record_stream(stream)
-        for batch in batches:  # the first admission is the oldest: `protects` covers those after it
-            if batch.cache is not None:
-                batch.cache.begin(batch.admission)
-                break
         self.table._prefetched.extend(batches)
 
     # ---- in any thread

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from flatbed.errors import FlatbedError
 from flatbed.tables.record import WEIGHT
@@ -122,18 +122,11 @@ def _no_tensor(func: Any) -> FlatbedError:
             "the output of the lookup, or read table.grad after the backward pass"
         )
     name = getattr(func, "__name__", str(func))
-    if name.endswith(("_", "_like")):  # as optimizers call first
-        remedy = (
-            "to train it, use an optimizer of flatbed.optim, flatbed.optim.Adam(model) for example, or "
-            "flatbed.optim.from_torch of torch's class; for its rows, emb.weight, table.read_rows(ids) or "
-            "table.write_rows(ids, values)"
-        )
-    else:
-        remedy = (
-            "use emb.weight, all rows as one tensor, or table.read_rows(ids); if an optimizer of torch "
-            "called it, use flatbed.optim"
-        )
-    return FlatbedError(f"{name} was called on a table, whose rows are not one tensor: {remedy}")
+    return FlatbedError(
+        f"{name} was called on a table, whose rows are not one tensor: use emb.weight, table.read_rows(ids) "
+        "or table.write_rows(ids, values) for its rows, and an optimizer of flatbed.optim to train it: "
+        "flatbed.optim.Adam(model) for example, or flatbed.optim.from_torch of torch's class"
+    )
 
 
 _INITIALIZERS = {"uniform_", "normal_", "fill_", "zero_", "copy_", "constant_", "zeros_", "ones_"}
@@ -203,13 +196,12 @@ class WeightView(GuardedTensor):
         table._store.flush(drop=True)
         storage.check()
         assert storage.memory is not None
-        view = _guarded(storage.record.view(storage.memory, WEIGHT), table, table._store.version)
-        view._whole = True
-        return view
+        plain = storage.record.view(storage.memory, WEIGHT)
+        return _guarded(plain, table, table._store.version, whole=True)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = list(_views((args, kwargs)))
+        found = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, WeightView)]
         for view in found:
             _check(view)
         if found and found[0]._whole and args and args[0] is found[0]:
@@ -358,16 +350,6 @@ def _of_the_table(func: Any, view: WeightView, args: Any, kwargs: Any) -> tuple[
     return None
 
 
-def _views(value: Any) -> Any:
-    if isinstance(value, WeightView):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for one in value:
-            yield from _views(one)
-    elif isinstance(value, dict):
-        yield from _views(list(value.values()))
-
-
 def _check(view: WeightView) -> None:
     store = view._table._store
     store.check_process()
@@ -380,9 +362,11 @@ def _check(view: WeightView) -> None:
     store.writes += 1  # if this is one
 
 
-def _guarded(plain: Tensor, table: Table, version: int) -> WeightView:
+def _guarded(
+    plain: Tensor, table: Table, version: int, *, whole: bool = False, detached: bool = False
+) -> WeightView:
     view: WeightView = torch.Tensor._make_subclass(WeightView, plain)
-    view._table, view._version_seen, view._whole, view._detached = table, version, False, False
+    view._table, view._version_seen, view._whole, view._detached = table, version, whole, detached
     return view
 
 
@@ -404,28 +388,20 @@ class Untracked(torch.autograd.Function):
 DETACHING = (Tensor.detach, Tensor.detach_, torch.detach)
 
 
-def _tracked(result: Tensor, view: WeightView) -> Tensor:
-    table = view._table
-    if not (table.requires_grad and torch.is_grad_enabled() and result.is_floating_point()):
-        return result
-    marked: Tensor = Untracked.apply(table, [result])  # type: ignore[no-untyped-call,unused-ignore]
-    return marked
-
-
 def _wrapped(result: Any, view: WeightView, *, detached: bool) -> Any:
     """Return views of the view as guarded views, and results with memory of their own as plain tensors."""
-    if isinstance(result, (tuple, list)):
-        kind = type(result)
-        wrapped = [_wrapped(one, view, detached=detached) for one in result]
-        return kind(*wrapped) if hasattr(result, "_fields") else kind(wrapped)
-    if not isinstance(result, Tensor):
-        return result
+    table = view._table
+    tracks = not detached and table.requires_grad and torch.is_grad_enabled()
+
+    def wrap(one: Tensor) -> Tensor:
+        if one is view or one.layout is not torch.strided:
+            return one
+        if _shared(one, view):
+            return _guarded(one.as_subclass(Tensor), table, view._version_seen, detached=detached)
+        plain: Tensor = one.as_subclass(Tensor) if isinstance(one, WeightView) else one
+        if tracks and plain.is_floating_point():
+            plain = Untracked.apply(table, [plain])  # type: ignore[no-untyped-call,unused-ignore]
+        return plain
+
     with torch._C.DisableTorchFunctionSubclass():
-        if result is view or result.layout is not torch.strided:
-            return result
-        if result.untyped_storage().data_ptr() != view.untyped_storage().data_ptr():
-            plain = result.as_subclass(Tensor) if isinstance(result, WeightView) else result
-            return plain if detached else _tracked(plain, view)
-        part = _guarded(result.as_subclass(Tensor), view._table, view._version_seen)
-        part._detached = detached
-        return part
+        return tree_map_only(Tensor, wrap, result)

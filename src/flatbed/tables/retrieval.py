@@ -84,7 +84,7 @@ def sharded_topk(
 
 
 def _checked(queries: Any, k: Any, metric: str, *, dim: int, n_rows: int) -> tuple[Tensor, int]:
-    given = as_floats(queries, "queries", f"(n, {dim})")
+    given = as_floats(queries, "queries")
     if given.dim() < 1 or given.shape[-1] != dim:
         raise ValueError(f"queries must be (n, {dim}), as rows are; found shape {tuple(given.shape)}")
     k = as_integer("k", k)

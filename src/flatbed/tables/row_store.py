@@ -17,10 +17,11 @@ from torch import Tensor
 from flatbed.cuda.streams import OrderedLock, is_capturing
 from flatbed.errors import FlatbedError
 from flatbed.kernels import RecordLocation
-from flatbed.tables.cache.base import Cache, LookupBatch
+from flatbed.tables.cache.base import LookupBatch
 from flatbed.tables.config import Config, check_device
 from flatbed.tables.factory import (
     DEFAULT_BATCHES,
+    Cache,
     build_cache,
     create_storage,
     location_of,
@@ -171,7 +172,7 @@ class RowStore:
         """Give rows these fields of optimizer state, at their first values, from the next use on."""
         self.record = record = Record((self.config.weight, *state))
         if self._storage is not None and not self.relayout_pending and record.state:
-            self._overwrite(lambda first, last, records: fill_state(record, records))
+            self.overwrite(lambda first, last, records: fill_state(record, records))
         self.version += 1
         self.state_owned = True
         self.scalars = {}
@@ -235,7 +236,7 @@ class RowStore:
                 if record != self.record:
                     self.relayout(record)
                 with reported(doing, n_rows, fill) as filling:
-                    self._overwrite(filling)
+                    self.overwrite(filling)
 
         return replace_in_memory if self.in_memory else replace_file
 
@@ -253,7 +254,7 @@ class RowStore:
             if self.config.path is not None:
                 self.config.path.unlink()
 
-    def _overwrite(self, fill: Fill) -> None:
+    def overwrite(self, fill: Fill) -> None:
         """Change all rows, block by block: a second copy might not fit into memory."""
         with self._lock:
             storage = self._allocate_or_move()
@@ -342,9 +343,7 @@ class RowStore:
     @property
     def unsaved_rows(self) -> int:
         """Rows of a file that changed since its last checkpoint."""
-        if self._file is None:
-            return 0
-        return self._file.unsaved_rows
+        return 0 if self._file is None else self._file.unsaved_rows
 
     def has_unsaved_changes(self) -> bool:
         """Return True if rows of a file changed since its last checkpoint, lost their state, or made steps.
@@ -426,10 +425,8 @@ class RowStore:
 
     def flush(self, *, drop: bool = False) -> None:
         """Write cached rows back and wait for the GPU; `drop` also empties the cache, before rows change."""
-        if self.cache is not None and drop:
-            self.cache.drop()
-        elif self.cache is not None:
-            self.cache.flush()
+        if self.cache is not None:
+            self.cache.drop() if drop else self.cache.flush()
         if self.device.type == "cuda" and self._storage is not None:
             torch.cuda.synchronize(self.device)
 
@@ -439,28 +436,26 @@ class RowStore:
         A cache of the default size is made, or enlarged if it holds fewer than `n_batches` such batches.
         """
         self.ensure_layout()
-        if self.cache is not None and n_batches * n_ids <= self._cache_serves:
+        n_needed, config, device = n_batches * n_ids, self.config, self.device
+        if self.cache is not None and n_needed <= self._cache_serves:
             return self.cache
-        if self.config.cache_rows == 0 or self.config.storage == "device":
+        if config.cache_rows == 0 or config.storage == "device":
             return None
         with self._lock:
-            return self._fit_cache(n_ids, n_batches * n_ids)
-
-    def _fit_cache(self, n_ids: int, n_needed: int) -> Cache | None:
-        storage, cache = self.ensure_layout(), self.cache
-        if is_capturing(self.device) or (cache is not None and cache.in_graphs):
-            return cache  # nothing can be allocated now, or CUDA graphs use this one
-        n_now = 0 if cache is None else cache.n_slots
-        # A cache that is enlarged gets room to spare, so that growing batches seldom enlarge it again.
-        n_wanted = max(DEFAULT_BATCHES * n_ids, n_needed if cache is None else n_needed * 5 // 4)
-        n_slots = slots_for(self.config, storage.record, self.device, n_wanted)
-        if n_needed > n_now and n_slots > n_now and (cache is None or not self.config.is_cache_sized):
-            self.forget_cache()
-            self.cache = build_cache(storage, n_slots, policy=self.config.cache_policy, device=self.device)
-            if self.device.type == "cuda":  # other streams use it without an event
-                torch.cuda.synchronize(self.device)
-        self._cache_serves = sys.maxsize if self.config.is_cache_sized else n_needed
-        return self.cache
+            storage, cache = self.ensure_layout(), self.cache
+            if is_capturing(device) or (cache is not None and cache.in_graphs):
+                return cache  # nothing can be allocated now, or CUDA graphs use this one
+            n_now = 0 if cache is None else cache.n_slots
+            # A cache that is enlarged gets room to spare, so that growing batches seldom enlarge it again.
+            n_wanted = max(DEFAULT_BATCHES * n_ids, n_needed if cache is None else n_needed * 5 // 4)
+            n_slots = slots_for(config, storage.record, device, n_wanted)
+            if n_needed > n_now and n_slots > n_now and (cache is None or not config.is_cache_sized):
+                self.forget_cache()
+                self.cache = build_cache(storage, n_slots, policy=config.cache_policy, device=device)
+                if device.type == "cuda":  # other streams use it without an event
+                    torch.cuda.synchronize(device)
+            self._cache_serves = sys.maxsize if config.is_cache_sized else n_needed
+            return self.cache
 
     def forget_cache(self, *, closing: bool = False) -> None:
         """Write all rows back; the next batch makes a new cache. After an error, this one stays."""
@@ -501,24 +496,10 @@ class RowStore:
         storage.check()
         return storage.record.view(storage.memory[start:stop], name).to(CPU, copy=True).contiguous()
 
-    def write_field(self, name: str, start: int, values: Tensor) -> None:
-        """Replace a field of consecutive rows."""
-        self.writes += 1
-        storage = self.ensure_layout()
-        self.flush(drop=True)
-        stop = start + len(values)
-        if storage.memory is None:
-            records = storage.read(start, stop)
-            storage.record.view(records, name).copy_(values)
-            storage.write_(start, records)
-            return
-        storage.check()
-        storage.record.view(storage.memory[start:stop], name).copy_(values)
-
     def draw_again(self, seed: int) -> None:
         """Replace all weights by first weights of another seed. State stays."""
         config = replace(self.config, seed=seed)
         if not self.is_allocated and self.in_memory:
             self.config = config
         else:  # the seed stays: it is that of the file, and rows that are added later are drawn from it
-            self._overwrite(initial_rows(config, Record((config.weight,))))
+            self.overwrite(initial_rows(config, Record((config.weight,))))

@@ -130,7 +130,9 @@ class Table(TableParameter):
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         if value is None:
-            self._grads.clear()  # ids that are still to be checked stay: a bad batch raises all the same
+            with self._grads.lock:  # ids that are still to be checked stay: a bad batch raises all the same
+                self._grads.parts = []
+                self._grads.n_cleared += 1
             return
         if isinstance(value, TableGrad) and value._table is self:  # table.grad *= 0.5 has taken effect
             value.check()
@@ -181,7 +183,7 @@ class Table(TableParameter):
         """Raise if ids of a lookup were out of range, as far as is known; all gradients are dropped then."""
         error = self._deferred_checks.error(wait=wait)
         if error is not None:
-            self._grads.clear()
+            self.grad = None
             raise error
 
     def _move(self, device: torch.device) -> None:
@@ -285,7 +287,7 @@ class Table(TableParameter):
         wanted = self._checked(ids, WRITE)
         with self._failing_together(WRITE):
             shape = (*wanted.shape, self.embedding_dim)
-            given = as_floats(values, "values", f"of shape {shape}")
+            given = as_floats(values, "values")
             if given.shape != shape:
                 raise ValueError(f"values for these ids must have shape {shape}; found {tuple(given.shape)}")
         rows, values = last_of_each(wanted.flatten(), given.reshape(-1, self.embedding_dim))
@@ -356,7 +358,9 @@ class Table(TableParameter):
         """Return counts of the cache so far: hits, misses, evictions, bytes moved. Waits for the GPU."""
         self._deferred_checks.check_graphs()
         cache = self._store.cache
-        return CacheStats.of([0] * 5, rows=0, nbytes=0) if cache is None else cache.stats()
+        if cache is None:
+            return CacheStats.of([0] * 5, rows=0, nbytes=0)
+        return CacheStats.of(cache.index.counts.tolist(), rows=cache.n_slots, nbytes=cache.records.shape[1])
 
     def set_cache(
         self, cache_rows: int | None = None, cache_bytes: int | None = None, *, policy: str | None = None

@@ -1,90 +1,20 @@
-"""The protocol of caches, the value for a looked-up batch, and statistics."""
+"""The value for a looked-up batch, and statistics of caches."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from flatbed.distributed.row_shards import Exchanged
-from flatbed.kernels import RecordLocation, UniqueRows
-from flatbed.kernels.cache import COUNTS, CacheIndex
+from flatbed.kernels import UniqueRows
+from flatbed.kernels.cache import COUNTS
 
-
-class Cache(Protocol):
-    """Records of hot rows on the computing device, over storage that holds all rows.
-
-    Content never changes a result: a row's record is in the slot that the index names, otherwise in storage.
-    """
-
-    index: CacheIndex
-    n_slots: int
-    device: torch.device
-    """The computing device, where the records are."""
-    in_graphs: bool
-    """True once a CUDA graph has captured an admission."""
-
-    @property
-    def location(self) -> RecordLocation | None:
-        """Where kernels find records; without memory if they can be given cached rows only."""
-
-    def admit(
-        self, keys: Tensor, first_error: Tensor | None = None, on_checked: Callable[[], None] | None = None
-    ) -> tuple[UniqueRows, Any]:
-        """Find the unique rows of a batch and admit them to the cache, in the current stream.
-
-        Calls `on_checked` when the kernel that writes `first_error` is issued, before rows move. Also returns
-        the admission: `LookupBatch.admission`.
-        """
-
-    def prefetch(
-        self, keys: Tensor, *, window: int, reservation: Any
-    ) -> tuple[UniqueRows, Any, torch.cuda.Event | None] | None:
-        """Admit a batch ahead of time, in the current stream. Returns None if its rows cannot be kept.
-
-        The current stream is ordered after the training work on all batches before those of the window.
-        `window` is the number of earlier admissions whose rows are kept, too; `reservation` is that of a
-        batch whose rows were read from disk. Also returns the admission, and the event after it.
-        """
-
-    def begin(self, admission: Any) -> None:
-        """Begin the work on the batch with this admission."""
-
-    def protects(self, batch: LookupBatch | None) -> bool:
-        """Return True if no prefetch moves the rows of this batch before work that is issued now ends."""
-
-    def oldest(self, batches: list[LookupBatch]) -> LookupBatch | None:
-        """Return the batch that is protected only if all of these are; None if there is none."""
-
-    def lookup(self, batch: LookupBatch) -> Tensor | None:
-        """Read the weights of a batch's ids, (n,) → (n, dim), in one kernel; None if there is none for it."""
-
-    def location_for(self, batch: LookupBatch | None, *, update: bool) -> RecordLocation | None:
-        """Return where kernels find the rows of a batch, after prefetches that may move them.
-
-        None if kernels do not reach them: the host moves the records then. `update`: the rows will change.
-        """
-
-    def reserve_space(self, rows: Tensor, batch: LookupBatch | None) -> None:
-        """Raise if a full disk has no room for changes of rows, before a step begins to change them."""
-
-    def flush(self) -> None:
-        """Write changed records to storage, and wait until they are there."""
-
-    def drop(self) -> None:
-        """Write changed records to storage, and empty the cache."""
-
-    def retire(self) -> None:
-        """Drop the cache for good: the table is about to have another one."""
-
-    def abandon(self) -> None:
-        """Empty the cache without writing changed records back."""
-
-    def stats(self) -> CacheStats:
-        """Return the counts so far. Waits for the device."""
+if TYPE_CHECKING:
+    from flatbed.tables.cache.gpu import GpuCache
+    from flatbed.tables.cache.host_index import HostIndexCache
 
 
 @dataclass(eq=False, slots=True)
@@ -96,12 +26,12 @@ class LookupBatch:
     keys: Tensor
     """The ids, flat, in the dtype that kernels take."""
     unique: UniqueRows
-    cache: Cache | None = None
+    cache: GpuCache | HostIndexCache | None = None
     """The cache that the rows were admitted to; if the table is sharded, the rows of `exchanged`."""
     admission: Any = None
     """Admission of the batch to `cache`: a number for `GpuCache`, a `Reservation` for `HostIndexCache`."""
     ids: Tensor | None = None
-    """The ids that a prefetched batch was made of, and their version: see `matches`."""
+    """The ids that a prefetched batch was made of, and their version."""
     version: int = -1
     ready: torch.cuda.Event | None = None
     """Recorded in the stream that prefetched the batch."""
@@ -110,18 +40,6 @@ class LookupBatch:
     generation: tuple[int, int] = (-1, -1)
     exchanged: Exchanged | None = None
     """Of a sharded table: the rows that ranks have asked each other for. Values are read later."""
-
-    def matches(self, ids: Tensor) -> bool:
-        """Return True if the batch was made of these ids, and their memory has not changed since."""
-        own = self.ids
-        if own is None or (-1 if ids.is_inference() else ids._version) != self.version:
-            return False
-        return ids is own or (
-            (ids.data_ptr(), ids.dtype, ids.numel(), ids.device)
-            == (own.data_ptr(), own.dtype, own.numel(), own.device)
-            and ids.is_contiguous()
-            and own.is_contiguous()
-        )
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
         """Keep the tensors, which were allocated in another stream, until this stream has used them."""

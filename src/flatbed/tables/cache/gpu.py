@@ -12,9 +12,8 @@ into the cache together, so that all their rows are in slots.
   admits later batches. Their windows reach back to the batch handed out. So its step and their admissions
   run at the same time. Prefetches need no order among themselves, since they run in one stream.
 - Training work on the batch with admission t needs no order with prefetches, if `protects(t)`: no later
-  admission could evict the batch's rows (t >= `_oldest_protected`), and no later batch has begun
-  (t >= `_current`), since prefetches wait only for work that was issued before their `next`.
-  `RowPrefetch.begin` orders the work after admission t itself.
+  admission so far could evict the batch's rows (t >= `_oldest_protected`), and those of the next `next` wait
+  for the work. `RowPrefetch.begin` orders the work after admission t itself.
 - All other work (older batches, ids that were not prefetched, `read_rows`, `flush`) calls
   `wait_for_prefetch`: the current stream waits for the last prefetch, and the next prefetch waits for the
   current stream.
@@ -36,7 +35,7 @@ from flatbed.cuda.streams import is_capturing, relaxed_capture
 from flatbed.errors import FlatbedError
 from flatbed.kernels import RecordLocation, UniqueRows
 from flatbed.kernels.cache import CacheIndex
-from flatbed.tables.cache.base import CacheStats, LookupBatch
+from flatbed.tables.cache.base import LookupBatch
 from flatbed.tables.storage.base import MemoryStorage
 
 MAX_WINDOW = 1024
@@ -48,24 +47,27 @@ INTERRUPTED = (
 
 
 class GpuCache:
-    """Records of hot rows, their index, and the order between training and prefetches."""
+    """Records of hot rows, their index, and the order between training and prefetches.
+
+    A row's record is in the slot that the index names, otherwise in storage.
+    """
 
     def __init__(self, storage: MemoryStorage, n_slots: int, *, policy: str, device: torch.device) -> None:
         from flatbed.kernels._triton import cache as kernels
 
         self._kernels = kernels
         self.storage = storage
-        self.n_rows, self.n_slots, self.device = storage.n_rows, n_slots, device
-        self.weight, self.record_bytes = storage.record.weight, storage.record.nbytes
+        self.n_slots, self.device = n_slots, device
         self.index = CacheIndex(storage.n_rows, n_slots, policy=policy, device=device)
         self.records = torch.empty((n_slots, storage.record.nbytes), dtype=torch.uint8, device=device)
         self.location = RecordLocation(storage.memory, self.records, self.index.slot_of_row, self.index.dirty)
+        """Where kernels find records."""
         self.in_graphs = False
+        """True once a CUDA graph has captured an admission."""
         self._n_admissions = 0
         self._sizes: deque[int] = deque(maxlen=MAX_WINDOW)  # ids of the last admissions
         self._window = 0
         self._oldest_protected = 1
-        self._current = 0
         self._streams_to_await: set[torch.cuda.Stream] = set()  # by the next prefetch
         self._prefetch_done: torch.cuda.Event | None = None
 
@@ -77,46 +79,59 @@ class GpuCache:
         first_error: Tensor | None = None,
         on_checked: Callable[[], None] | None = None,
     ) -> tuple[UniqueRows, int]:
+        """Find the unique rows of a batch, and admit them in the current stream. Also returns the admission.
+
+        Calls `on_checked` when the kernel that writes `first_error` is issued, before rows move.
+        """
         if is_capturing(self.device):
             self._enter_graph()
         self.wait_for_prefetch()
-        window = self._window if self._fits(keys.numel(), self._window) else 0
-        return self._admit(keys, window, first_error, on_checked)
+        found = self._admit(keys, self._window, first_error=first_error, on_checked=on_checked)
+        assert found is not None
+        return found
 
     def prefetch(
         self, keys: Tensor, *, window: int, reservation: object
     ) -> tuple[UniqueRows, int, torch.cuda.Event | None] | None:
-        """Admit a batch, if its ids fit in addition to those of the last `window` admissions."""
-        if self.in_graphs or not self._fits(keys.numel(), window):
+        """Admit a batch ahead of time, in the current stream; None if its rows cannot be kept.
+
+        They are, if its ids fit in addition to those of the last `window` admissions. The current stream is
+        ordered after the training work on all batches before these. Also returns the event after it.
+        """
+        if self.in_graphs:
             return None
-        self._window = window
-        if self.device.type != "cuda":
-            return *self._admit(keys, window), None
-        stream = torch.cuda.current_stream(self.device)
-        while self._streams_to_await:
+        stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
+        while stream is not None and self._streams_to_await:
             stream.wait_stream(self._streams_to_await.pop())
         try:
-            found = self._admit(keys, window)
+            found = self._admit(keys, window, must_fit=True)
         finally:
-            self._prefetch_done = stream.record_event()
+            if stream is not None:
+                self._prefetch_done = stream.record_event()
+        if found is None:
+            return None
+        self._window = window
         return *found, self._prefetch_done
-
-    def _fits(self, n_ids: int, window: int) -> bool:
-        if self.index.direct:
-            return True
-        n_kept = sum(islice(reversed(self._sizes), window))
-        return window <= MAX_WINDOW and n_kept + n_ids <= self.n_slots
 
     def _admit(
         self,
         keys: Tensor,
         window: int,
+        *,
+        must_fit: bool = False,
         first_error: Tensor | None = None,
         on_checked: Callable[[], None] | None = None,
-    ) -> tuple[UniqueRows, int]:
+    ) -> tuple[UniqueRows, int] | None:
+        """Admit a batch. If its ids do not fit beside those of the window: without one, or not at all."""
         if self.index.moving:
             raise FlatbedError(INTERRUPTED)
         n, before = keys.numel(), self._oldest_protected
+        if not self.index.direct:
+            n_kept = sum(islice(reversed(self._sizes), window))
+            if window > MAX_WINDOW or n_kept + n > self.n_slots:
+                if must_fit:
+                    return None
+                window = 0
         number = self._n_admissions = self._n_admissions + (n > 0)
         self._oldest_protected = number + 1  # nothing is protected if a launch below raises
         unique = self._kernels.admit(
@@ -141,16 +156,15 @@ class GpuCache:
     # ---- order between streams: see the module's docstring
 
     def protects(self, batch: LookupBatch | None) -> bool:
+        """Return True if no prefetch moves the rows of this batch before work that is issued now ends."""
         if batch is None or batch.cache is not self or self.in_graphs:
             return False
-        return batch.admission is not None and batch.admission >= max(self._oldest_protected, self._current)
+        return batch.admission is not None and batch.admission >= self._oldest_protected
 
     def oldest(self, batches: list[LookupBatch]) -> LookupBatch | None:
+        """Return the batch that is protected only if all of these are; None if there is none."""
         numbers = [-1 if batch.admission is None else batch.admission for batch in batches]
         return batches[numbers.index(min(numbers))]
-
-    def begin(self, admission: int) -> None:
-        self._current = max(self._current, admission)  # several prefetchers may take turns
 
     def wait_for_prefetch(self) -> None:
         """Order the current stream after all prefetches, and the next prefetch after the current stream."""
@@ -165,11 +179,8 @@ class GpuCache:
 
     # ---- rows
 
-    def lookup(self, batch: LookupBatch) -> Tensor:
-        location, weight = self.location_for(batch, update=False), self.weight
-        return self._kernels.lookup(location, batch.keys, weight.count, weight.dtype, self.n_rows)
-
     def location_for(self, batch: LookupBatch | None, *, update: bool) -> RecordLocation:
+        """Return where kernels find the rows of a batch, after prefetches that may move them."""
         if not self.protects(batch):
             self.wait_for_prefetch()
         return self.location
@@ -178,6 +189,7 @@ class GpuCache:
         """Do nothing: memory has room for every row."""
 
     def flush(self) -> None:
+        """Write changed records to storage, and wait until they are there."""
         self.wait_for_prefetch()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -186,15 +198,14 @@ class GpuCache:
             torch.cuda.current_stream(self.device).synchronize()
 
     def drop(self) -> None:
+        """Write changed records to storage, and empty the cache."""
         self.flush()
         self.abandon()
 
     retire = drop
 
     def abandon(self) -> None:
+        """Empty the cache without writing changed records back."""
         self.wait_for_prefetch()
         self.index.clear()
         self._oldest_protected = self._n_admissions + 1
-
-    def stats(self) -> CacheStats:
-        return CacheStats.of(self.index.counts.tolist(), rows=self.n_slots, nbytes=self.record_bytes)

@@ -31,7 +31,7 @@ from flatbed.kernels.cache import (
     probe,
     select_victims,
 )
-from flatbed.tables.cache.base import CacheStats, LookupBatch
+from flatbed.tables.cache.base import LookupBatch
 from flatbed.tables.cache.write_behind import HostCopies, WriteBehind, WriteThrough
 from flatbed.tables.storage.base import Storage
 
@@ -50,10 +50,14 @@ class Reservation:
     """Of the cache: after a change of epoch the slots are others."""
     ready: torch.cuda.Event | None
     """Recorded when the records have been copied to the device."""
+    is_released: bool = False
 
 
 class HostIndexCache:
-    """Records of hot rows on `device`, their index on the host, and live reservations."""
+    """Records of hot rows on `device`, their index on the host, and live reservations.
+
+    Methods that `GpuCache` has, too, are described there.
+    """
 
     def __init__(
         self,
@@ -78,8 +82,8 @@ class HostIndexCache:
         self._released: deque[tuple[Reservation, torch.cuda.Event | None]] = deque()
         self._last: torch.cuda.Event | None = None  # end of the last access
         self.location: RecordLocation | None = None
-        """For kernels, which are given cached rows only."""
-        if device.type == "cuda":
+        """For kernels, which are given cached rows only; None if there are none."""
+        if device.type == "cuda" and use_triton(device):
             maps = self.index.slot_of_row.to(device), self.index.dirty.to(device)
             self.location = RecordLocation(None, self.records, *maps)
 
@@ -132,6 +136,7 @@ class HostIndexCache:
 
     def release(self, reservation: Reservation, after: torch.cuda.Event | None) -> None:
         """Let the rows be evicted after an event. Takes no lock: the garbage collector may call this."""
+        reservation.is_released = True
         self._released.append((reservation, after))
 
     def _end_released(self, stream: torch.cuda.Stream | None) -> None:
@@ -146,7 +151,7 @@ class HostIndexCache:
     def protects(self, batch: LookupBatch | None) -> bool:
         if batch is None or batch.cache is not self or batch.admission is None:
             return False
-        return bool(batch.admission.epoch == self.epoch)
+        return bool(batch.admission.epoch == self.epoch) and not batch.admission.is_released
 
     def prefetch(
         self, keys: Tensor, *, window: int, reservation: Reservation | None
@@ -163,9 +168,6 @@ class HostIndexCache:
     def oldest(self, batches: list[LookupBatch]) -> LookupBatch | None:
         """Return None: a reservation is for the rows of one batch."""
         return None
-
-    def begin(self, admission: Reservation) -> None:
-        """Do nothing: the reservation keeps the batch's rows."""
 
     def _admit(self, rows: Tensor, *, all_or_nothing: bool = False) -> NDArray[np.int64] | None:
         """Admit rows. Returns their slots if all of them are cached now."""
@@ -242,22 +244,16 @@ class HostIndexCache:
 
     # ---- rows
 
-    def lookup(self, batch: LookupBatch) -> Tensor | None:
-        if self.location is None or not use_triton(self.device) or not self.protects(batch):
-            return None
-        from flatbed.kernels._triton import cache
-
-        weight = self.record.weight
-        return cache.lookup(self.location, batch.keys, weight.count, weight.dtype, self.n_rows)
-
     def location_for(self, batch: LookupBatch | None, *, update: bool) -> RecordLocation | None:
-        """Return where kernels find the rows of a reserved batch that will change; None for other rows."""
-        if not update or batch is None or not self.protects(batch) or self.location is None:
+        """Return where kernels find the rows of a reserved batch; None for other rows."""
+        if batch is None or not self.protects(batch) or self.location is None:
             return None
-        self.writer.mark_changed(batch.admission.rows, batch.admission.slots)
+        if update:
+            self.writer.mark_changed(batch.admission.rows, batch.admission.slots)
         return self.location
 
     def reserve_space(self, rows: Tensor, batch: LookupBatch | None) -> None:
+        """Raise if a full disk has no room for changes of rows, before a step begins to change them."""
         if batch is not None and self.protects(batch):  # the host knows its rows without asking the device
             rows = batch.admission.rows
         else:
@@ -319,6 +315,7 @@ class HostIndexCache:
             self._clear()
 
     def retire(self) -> None:
+        """Drop the cache for good: the table is about to have another one."""
         with self.lock:
             self.drop()
             self.retired = True
@@ -340,9 +337,6 @@ class HostIndexCache:
         if self.location is not None:
             assert self.location.slot_of_row is not None
             self.location.slot_of_row.fill_(-1)
-
-    def stats(self) -> CacheStats:
-        return CacheStats.of(self.index.counts.tolist(), rows=self.n_slots, nbytes=self.record.nbytes)
 
 
 def _words(records: Tensor) -> Tensor:
