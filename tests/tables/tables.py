@@ -244,6 +244,11 @@ def upstream(lookups: Sequence[Tensor], dim: int, dtype: torch.dtype) -> list[Te
 # ---- ours
 
 
+def storage_options(storage: str, folder: Path | None, name: str = "table") -> dict[str, Any]:
+    """Options of a table with this storage; on disk, its file is in the folder."""
+    return {"storage": storage, "path": folder / name if storage == "disk" else None}
+
+
 @dataclass
 class Setup:
     """Where a table lives and where it computes."""
@@ -253,10 +258,8 @@ class Setup:
     folder: Path | None = None
 
     def options(self) -> dict[str, Any]:
-        path = None
-        if self.storage == "disk":
-            path = self.folder / f"table-{len(os.listdir(self.folder))}"
-        return {"storage": self.storage, "path": path, "device": self.device}
+        name = f"table-{len(os.listdir(self.folder))}" if self.storage == "disk" else ""
+        return {**storage_options(self.storage, self.folder, name), "device": self.device}
 
     def embedding(self, weight: Tensor, padding_idx: int | None = None) -> Any:
         return flatbed.Embedding.from_pretrained(
@@ -287,7 +290,7 @@ def everything(emb: Any) -> tuple[Tensor, dict[str, Tensor]]:
 def dense_grad(table: Any) -> Tensor:
     """A table's gradient in the form of nn.Embedding's."""
     dense = torch.zeros(table.num_embeddings, table.embedding_dim)
-    return dense if table.grad is None else dense.index_copy(0, table.grad_rows, table.grad.clone())
+    return dense if table.grad is None else dense.index_copy(0, table.grad_rows.cpu(), table.grad.cpu())
 
 
 def assert_gradients(emb: Any, dense: Tensor, touched: Tensor, where: str) -> None:
