@@ -16,10 +16,9 @@ from flatbed.errors import FlatbedError
 from flatbed.tables.cache import write_behind
 from flatbed.tables.storage.disk import DiskStorage
 from tests.tables.storage.disk.test_files import largest_file
-from tests.tables.tables import cached_rows, everything
-from tests.tables.test_cache_parity import Twins, step
+from tests.tables.tables import Twins, cached_rows, everything, step
 
-ROWS, DIM = Twins.ROWS, Twins.DIM
+ROWS, DIM = 30, 3
 
 
 def embedding(folder: Path, n_slots: int) -> Any:
