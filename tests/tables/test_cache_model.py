@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 from unittest import mock
@@ -225,13 +226,46 @@ class ByKernels(CacheMachine):
     device = "cuda" if torch.cuda.is_available() else "cpu"
 
 
+OPERATIONS: dict[str, Callable[[Any], object]] = {
+    "prefetch": lambda machine: machine.prefetch([[1, 9], [9, 2, 2], []], 2),
+    "write_rows": lambda machine: machine.write_rows([8, 12, 8], 1),
+    "write_by_views": lambda machine: machine.write_by_views(),
+    "load_state_dict": lambda machine: machine.load_state_dict(),
+    "save": lambda machine: machine.save_and_load(True),
+    "load without state": lambda machine: machine.save_and_load(False),
+    "checkpoint": lambda machine: machine.return_to_a_checkpoint(False),
+    "copied checkpoint": lambda machine: machine.return_to_a_checkpoint(True),
+    "another optimizer": lambda machine: machine.give_to_another_optimizer(False),
+    "drop_state": lambda machine: machine.give_to_another_optimizer(True),
+    "resize": lambda machine: machine.resize(5),
+    "another_cache": lambda machine: machine.another_cache(2, "lru", False),
+    "no cache": lambda machine: machine.another_cache(0, None, True),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("kind", [CacheMachine, OnDisk])
+def test_each_operation(name: str, kind: type[CacheMachine]) -> None:
+    if kind.storage == "disk" and name == "write_by_views":
+        return
+    machine = kind()
+    machine.begin(20, 6, "lfu")
+    for operation in (lambda _: None, OPERATIONS[name]):
+        operation(machine)
+        machine.every_row_is_what_it_should_be()
+        machine.train([1, 2, 3], [3, 4])
+        machine.train([5, 1, 19], [8, 8])
+    machine.every_row_is_what_it_should_be()
+    machine.teardown()
+
+
 def run(machine: type[CacheMachine], max_examples: int, n_steps: int) -> None:
     limits = settings(max_examples=max_examples, stateful_step_count=n_steps, deadline=None)
     run_state_machine_as_test(machine, settings=limits)
 
 
 def test_host_memory() -> None:
-    run(CacheMachine, 30, 30)
+    run(CacheMachine, 40, 25)
 
 
 def test_disk() -> None:
@@ -242,4 +276,4 @@ def test_disk() -> None:
 def test_kernels(where: str) -> None:
     if where == "interpreter" and torch.cuda.is_available():
         pytest.skip("the GPU runs the same test")
-    run(ByKernels, 10, 15)
+    run(ByKernels, 6, 15)

@@ -42,9 +42,7 @@ def train(model: nn.Module, optimizer: Any, n_steps: int = 3) -> None:
 
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("deleted", [False, True])
-def test_gradients_without_an_optimizer_are_an_error_at_the_next_lookup(
-    training: bool, deleted: bool
-) -> None:
+def test_gradients_without_an_optimizer_raise_at_the_next_lookup(training: bool, deleted: bool) -> None:
     """Evaluation where gradients are enabled is none."""
     model = Model(made()).train(training)
     bag = flatbed.EmbeddingBag.from_table(model.emb.table).train(training)
@@ -218,25 +216,15 @@ def test_optimizer_that_was_never_used_does_not_matter(tmp_path: Path) -> None:
 
 
 def test_add_param_group_in_mid_training() -> None:
-    ours, theirs = pair()
-    a, b = (
-        flatbed.optim.SGD(ours.head.parameters(), lr=0.1),
-        torch.optim.SGD(theirs.head.parameters(), lr=0.1),
-    )
-    for model, optimizer in ((ours, a), (theirs, b)):
+    models = pair()
+    for model, kind in zip(models, (flatbed.optim.SGD, torch.optim.SGD), strict=True):
+        optimizer = kind(model.head.parameters(), lr=0.1)
         model.emb.requires_grad_(False)
-        model([1, 2]).pow(2).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train(model, optimizer, 1)
         model.emb.requires_grad_(True)
-    a.add_param_group({"params": ours.emb.table, "lr": 0.3, "momentum": 0.5})
-    b.add_param_group({"params": theirs.emb.parameters(), "lr": 0.3, "momentum": 0.5})
-    for _ in range(3):
-        for model, optimizer in ((ours, a), (theirs, b)):
-            model(EVERY).pow(2).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    assert_same(ours, theirs)
+        optimizer.add_param_group({"params": model.emb.parameters(), "lr": 0.3, "momentum": 0.5})
+        train(model, optimizer)
+    assert_same(*models)
 
 
 def test_ways_to_name_a_table() -> None:
@@ -307,37 +295,30 @@ TORCH_OPTIMIZERS: list[tuple[Any, dict[str, Any]]] = [
 def test_training_continues_from_state_dicts_of_torch_and_back(
     kind: Any, options: dict[str, Any], by: str
 ) -> None:
-    theirs, again = nn.Embedding(6, 4), nn.Embedding(6, 4)
-    reference, from_ours = (kind(each.parameters(), lr=0.1, **options) for each in (theirs, again))
-    factors = [torch.randn(6, 4) for _ in range(7)]
-
-    def step(module: nn.Module, optimizer: Any, factor: Tensor) -> None:
-        (module(torch.arange(6)) * factor).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    def load(module: nn.Module, optimizer: Any, source: nn.Module, its: Any) -> None:
-        module.load_state_dict(source.state_dict())
-        optimizer.load_state_dict(its.state_dict())
-
-    for factor in factors[:3]:
-        step(theirs, reference, factor)
-    emb = Embedding(6, 4)
+    theirs, ours, again = nn.Embedding(6, 4), Embedding(6, 4), nn.Embedding(6, 4)
     build = getattr(optim, kind.__name__) if by == "rule" else partial(optim.from_torch, kind)
-    optimizer = build(emb, lr=1.0, **options)
-    load(emb, optimizer, theirs, reference)
+    reference, from_ours = (kind(each.parameters(), lr=0.1, **options) for each in (theirs, again))
+    optimizer = build(ours, lr=1.0, **options)
+
+    def steps(n: int, *pairs: tuple[nn.Module, Any]) -> None:
+        """Take the same steps, and compare the weights."""
+        for factor in [torch.randn(6, 4) for _ in range(n)]:
+            for module, its in pairs:
+                (module(torch.arange(6)) * factor).sum().backward()
+                its.step()
+                its.zero_grad()
+        for module, _ in pairs:
+            torch.testing.assert_close(module.weight.detach(), theirs.weight.detach(), rtol=1e-6, atol=1e-6)
+
+    steps(3, (theirs, reference))
+    ours.load_state_dict(theirs.state_dict())
+    optimizer.load_state_dict(reference.state_dict())
     assert optimizer.param_groups[0]["lr"] == 0.1
-    for factor in factors[3:5]:
-        step(theirs, reference, factor)
-        step(emb, optimizer, factor)
-    torch.testing.assert_close(emb.weight.detach(), theirs.weight.detach(), rtol=1e-6, atol=1e-6)
-    states = [each.state_dict()["state"][0].keys() for each in (optimizer, reference)]
-    assert states[1] <= states[0]
-    load(again, from_ours, emb, optimizer)
-    for factor in factors[5:]:
-        step(theirs, reference, factor)
-        step(again, from_ours, factor)
-    torch.testing.assert_close(again.weight, theirs.weight, rtol=1e-6, atol=1e-6)
+    steps(2, (theirs, reference), (ours, optimizer))
+    assert reference.state_dict()["state"][0].keys() <= optimizer.state_dict()["state"][0].keys()
+    again.load_state_dict(ours.state_dict())
+    from_ours.load_state_dict(optimizer.state_dict())
+    steps(2, (theirs, reference), (again, from_ours))
 
 
 @pytest.mark.parametrize(
@@ -402,40 +383,37 @@ def test_growing_before_a_pending_layout(storage: str, tmp_path: Path) -> None:
     assert torch.equal(emb.read_rows(range(30)), Embedding(30, 4, seed=0).read_rows(range(30)))
 
 
-def into_state_dict(kind: Any, source: Any, folder: Path) -> None:
-    emb = made()
-    kind(emb).load_state_dict(source.state_dict())
+def into_state_dict(kind: Any, model: Any, source: Any, folder: Path) -> None:
+    kind(made()).load_state_dict(source.state_dict())
 
 
-def into_owned_table(kind: Any, source: Any, folder: Path) -> None:
-    source.param_groups[0]["params"][0].save(folder / "table.safetensors")
+def into_owned_table(kind: Any, model: Any, source: Any, folder: Path) -> None:
+    model[0].table.save(folder / "table.safetensors")
     emb = made()
     _kept = kind(emb)
     emb.table.load(folder / "table.safetensors")
 
 
-def into_loaded_table(kind: Any, source: Any, folder: Path) -> None:
-    source.param_groups[0]["params"][0].save(folder / "table.safetensors")
+def into_loaded_table(kind: Any, model: Any, source: Any, folder: Path) -> None:
+    model[0].table.save(folder / "table.safetensors")
     kind(Embedding.from_table(flatbed.load_table(folder / "table.safetensors")))
 
 
-def into_checkpoint(kind: Any, source: Any, folder: Path) -> None:
-    flatbed.save_checkpoint(folder / "saved", source.model, source)
-    model = nn.Sequential(made())
-    flatbed.load_checkpoint(folder / "saved", model, kind(model))
+def into_checkpoint(kind: Any, model: Any, source: Any, folder: Path) -> None:
+    flatbed.save_checkpoint(folder / "saved", model, source)
+    other = nn.Sequential(made())
+    flatbed.load_checkpoint(folder / "saved", other, kind(other))
 
 
 @pytest.mark.parametrize("load", [into_state_dict, into_owned_table, into_loaded_table, into_checkpoint])
 def test_state_of_another_class_raises(load: Any, tmp_path: Path) -> None:
     """NAdam has the fields of Adam, and one number more."""
     model = nn.Sequential(made())
-    source: Any = optim.Adam(model, lr=0.1)
-    source.model = model
-    backward(model)
-    source.step()
+    source = optim.Adam(model, lr=0.1)
+    train(model, source, 1)
     with pytest.raises(FlatbedError, match=r"mu_product|Adam"):
-        load(optim.NAdam, source, tmp_path)
-    load(optim.Adam, source, tmp_path)
+        load(optim.NAdam, model, source, tmp_path)
+    load(optim.Adam, model, source, tmp_path)
 
 
 def test_a_file_knows_the_class_of_its_state(tmp_path: Path) -> None:
