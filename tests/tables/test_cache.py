@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
@@ -166,33 +167,29 @@ def test_reservations_of_another_thread(tmp_path: Path) -> None:
     """One thread reserves and releases rows while the other reads and writes rows."""
     emb = made(200, 40, storage="disk", path=tmp_path / "table")
     cache, expected = cache_of(emb), emb.read_rows(range(200))
-    stop, failures = threading.Event(), []
+    stop = threading.Event()
 
-    def run() -> None:
+    def reserve_and_release() -> None:
         draw = torch.Generator().manual_seed(0)
-        try:
-            while not stop.is_set():
-                reservation = cache.reserve(torch.randperm(200, generator=draw)[:12].sort().values)
-                if reservation is not None:
-                    with cache.lock:
-                        assert set(reservation.rows.tolist()) <= cached_rows(emb)
-                    cache.release(reservation, None)
-        except BaseException as error:
-            failures.append(error)
+        while not stop.is_set():
+            reservation = cache.reserve(torch.randperm(200, generator=draw)[:12].sort().values)
+            if reservation is not None:
+                with cache.lock:
+                    assert set(reservation.rows.tolist()) <= cached_rows(emb)
+                cache.release(reservation, None)
 
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
-        draw = torch.Generator().manual_seed(1)
-        for number in range(60):
-            rows = torch.randperm(200, generator=draw)[:15].sort().values
-            assert torch.equal(emb(rows), expected[rows])
-            expected[rows] = float(number)
-            emb.write_rows(rows, expected[rows])
-    finally:
-        stop.set()
-        thread.join()
-    assert not failures
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(reserve_and_release)
+        try:
+            draw = torch.Generator().manual_seed(1)
+            for number in range(60):
+                rows = torch.randperm(200, generator=draw)[:15].sort().values
+                assert torch.equal(emb(rows), expected[rows])
+                expected[rows] = float(number)
+                emb.write_rows(rows, expected[rows])
+        finally:
+            stop.set()
+        done.result()
     emb.table.checkpoint()
     assert torch.equal(emb.read_rows(range(200)), expected)
     emb.table.close()

@@ -102,8 +102,11 @@ class CacheMachine(RuleBasedStateMachine):
     def prefetch(self, lists: list[list[int]], depth: int) -> None:
         """Batches that are admitted ahead of time, then looked up and changed in their order."""
         batches = [self.rows(numbers) for numbers in lists]
-        for given in flatbed.Prefetcher(batches, {self.emb: lambda batch: batch}, depth=depth):
+        lookups = {self.emb: lambda batch: batch}
+        for n, given in enumerate(flatbed.Prefetcher(batches, lookups, depth=depth)):
             self.twins.step(given)
+            for other in flatbed.Prefetcher(batches, lookups, depth=depth) if n == 1 else ():
+                self.read(other.tolist())  # an evaluation in the middle of an epoch
 
     @rule(numbers=ids)
     def read(self, numbers: list[int]) -> None:
@@ -122,6 +125,16 @@ class CacheMachine(RuleBasedStateMachine):
         values = torch.randn(len(given), DIM, generator=torch.Generator().manual_seed(seed))
         for emb in self.twins.both:
             emb.write_rows(given, values)
+
+    @rule(numbers=ids)
+    def write_between_backward_and_step(self, numbers: list[int]) -> None:
+        given = self.rows(numbers)
+        for emb, optimizer in zip(self.twins.both, self.twins.optimizers, strict=True):
+            emb(given).sin().sum().backward()
+            emb.write_rows(given[::2], torch.ones(len(given[::2]), DIM))
+            emb(given[:3])
+            optimizer.step()
+            optimizer.zero_grad()
 
     @rule()
     @precondition(lambda self: self.storage != "disk")
@@ -229,6 +242,7 @@ class ByKernels(CacheMachine):
 OPERATIONS: dict[str, Callable[[Any], object]] = {
     "prefetch": lambda machine: machine.prefetch([[1, 9], [9, 2, 2], []], 2),
     "write_rows": lambda machine: machine.write_rows([8, 12, 8], 1),
+    "write between": lambda machine: machine.write_between_backward_and_step([8, 12, 1, 8]),
     "write_by_views": lambda machine: machine.write_by_views(),
     "load_state_dict": lambda machine: machine.load_state_dict(),
     "save": lambda machine: machine.save_and_load(True),

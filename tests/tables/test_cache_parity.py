@@ -66,7 +66,6 @@ FACTORS: dict[str, list[Any]] = {
     "padding": [None, PADDING],
     "max_norm": [None, 0.05],
     "n_passes": [1, 3],  # backward passes per step
-    "around": [False, True],  # whether rows are read and written in between
 }
 
 
@@ -150,12 +149,6 @@ def trained(
         outputs += [one.detach().cpu().clone() for one in found]
         grads = [torch.randn(one.shape, generator=draw).to(one) for one in found]
         torch.autograd.backward(found, grads)
-        if training.around:
-            outputs += between(emb, number, draw, storage=training.storage)
-            if number == 2 and training.module == "embedding":  # a second loader over the same table
-                with torch.no_grad():
-                    for other in handed_out(given[:3], emb, depth, device):
-                        outputs += [emb(other[name]).cpu() for name in ("first", "second")]
         if number % training.n_passes == 0:
             optimizer.step()
             optimizer.zero_grad()
@@ -163,24 +156,6 @@ def trained(
     result = Result(outputs, weight, state, emb.table.scalars(), emb.table.cache_stats())
     emb.table.close(discard=True)
     return result
-
-
-def between(emb: Any, number: int, draw: torch.Generator, *, storage: str) -> list[Tensor]:
-    """Other reads and writes of rows that have gradients."""
-    rows = often(9, draw)
-    values = torch.randn(9, emb.embedding_dim, generator=draw)
-    emb.write_rows(rows, values)
-    found = [emb.read_rows(rows).cpu()]
-    with torch.no_grad():
-        found.append(emb.eval()(rows.view(3, 3)).cpu())
-        emb.train()
-        found.append(emb(often(6, draw).view(2, 3)).cpu())
-        if storage == "host" and number % 2:
-            emb.weight[3:6] *= 0.5
-            found.append(emb.weight.detach().clone())
-    if number % 3 == 0:
-        found += [value.cpu() for value in everything(emb)[1].values()]
-    return found
 
 
 def check(training: Training, device: str, folder: Path, *, steps: int = STEPS) -> None:
@@ -210,14 +185,14 @@ def like(**changes: Any) -> Training:
 
 FEW = [
     like(size="smaller", padding=PADDING, n_passes=2, depth=1),
-    like(size="smaller", policy="lfu", rule="rowwise", dim=3, around=True),
+    like(size="smaller", policy="lfu", rule="rowwise", dim=3),
     like(size="between", dim=130, rule="sgd-momentum", max_norm=0.05, depth=2),
-    like(size="between", module="bag", padding=PADDING, rule="adagrad", policy="lfu", around=True),
+    like(size="between", module="bag", padding=PADDING, rule="adagrad", policy="lfu"),
     like(size="larger", rule="adam-per-row", dtype="bf16", dim=5),
-    like(size="larger", dtype="fp64", rule="sparseadam", dim=1, n_passes=2, around=True, depth=3),
+    like(size="larger", dtype="fp64", rule="sparseadam", dim=1, n_passes=2, depth=3),
     like(size="smaller", storage="disk", rule="nadam", n_passes=2, depth=1),
-    like(size="between", storage="disk", policy="lfu", around=True, padding=PADDING, depth=3),
-    like(size="between", rule="from-torch", around=True),
+    like(size="between", storage="disk", policy="lfu", padding=PADDING, depth=3),
+    like(size="between", rule="from-torch"),
 ]
 
 

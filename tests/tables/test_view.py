@@ -53,15 +53,6 @@ def test_writes_go_through(storage: str, owned: bool, write: str) -> None:
         assert not emb.table.read_state("exp_avg", EVERY).any()
 
 
-@pytest.mark.parametrize("init", [nn.init.uniform_, nn.init.xavier_uniform_, nn.init.orthogonal_])
-def test_initialisers_draw_what_they_draw_for_torch(init: Any) -> None:
-    emb, theirs = made(), nn.Embedding(ROWS, DIM)
-    for weight in (emb.weight, theirs.weight):
-        torch.manual_seed(1)
-        init(weight)
-    assert torch.equal(emb.weight, theirs.weight.detach())
-
-
 def test_views_see_updates_and_keep_the_rows_alive() -> None:
     emb = made()
     optimizer = flatbed.optim.SGD(emb, lr=1.0)
