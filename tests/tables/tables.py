@@ -24,8 +24,6 @@ DIM = 16  # whole vectors of every CPU: torch's fused kernels round the odd elem
 PADDING = 2
 STORAGES = ("device", "host", "disk")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-COUNTS = ("hits", "misses", "evictions", "written", "overflow")
-"""What a cache counts."""
 
 
 class PlainRowwiseAdagrad(optim.Optimizer):

@@ -20,7 +20,7 @@ from flatbed.kernels import cache as decisions
 from flatbed.kernels._triton import cache as kernels
 from flatbed.tables.cache import gpu
 from flatbed.tables.cache.base import LookupBatch
-from tests.tables.tables import COUNTS, cached_rows
+from tests.tables.tables import cached_rows
 
 CPU = torch.device("cpu")
 DIM = 3
@@ -33,11 +33,6 @@ def made(n_rows: int, n_slots: int, policy: str = "lru", **options: Any) -> Any:
 def admit(emb: Any, rows: Any) -> None:
     """Look rows up in training."""
     emb(torch.as_tensor(rows, dtype=torch.int64))
-
-
-def counts(emb: Any) -> tuple[int, ...]:
-    stats = emb.table.cache_stats()
-    return tuple(getattr(stats, name) for name in COUNTS)
 
 
 def cache_of(emb: Any) -> Any:

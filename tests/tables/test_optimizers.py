@@ -185,6 +185,7 @@ def one_step(model: nn.Module, optimizer: flatbed.optim.Optimizer) -> None:
 def test_file_is_not_rewritten_for_another_optimizer(other: Any, tmp_path: Path) -> None:
     """In a living process as in a new one: what was saved would be gone."""
     model = model_on_disk(tmp_path)
+    other(model, lr=0.1)  # an optimizer that was never used does not matter
     optimizer = flatbed.optim.Adam(model, lr=0.1)
     one_step(model, optimizer)
     flatbed.save_checkpoint(tmp_path / "saved", model, optimizer)
@@ -201,14 +202,6 @@ def test_file_is_not_rewritten_for_another_optimizer(other: Any, tmp_path: Path)
     assert torch.equal(model[0].read_rows(range(50)), expected)
     model[0].table.drop_state()
     one_step(model, other(model, lr=0.1))
-    model[0].table.close(discard=True)
-
-
-def test_optimizer_that_was_never_used_does_not_matter(tmp_path: Path) -> None:
-    model = model_on_disk(tmp_path)
-    flatbed.optim.Adam(model, lr=0.1)
-    one_step(model, flatbed.optim.SGD(model, lr=0.1))
-    assert model[0].table.state_names == ()
     model[0].table.close(discard=True)
 
 
