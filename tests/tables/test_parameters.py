@@ -116,7 +116,6 @@ OTHERS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "norm": (lambda table: table.norm(), r"norm was called on a table.*: use emb\.weight"),
     "data": (lambda table: setattr(table, "data", torch.zeros(ROWS, DIM)), "copy_"),
     "hook": (lambda table: table.register_hook(print), "output of the lookup"),  # without the gradient
-    "average": (lambda table: torch.optim.swa_utils.get_ema_multi_avg_fn()([table], [table], 1), "table"),
 }
 
 
@@ -125,6 +124,13 @@ def test_other_operations_raise(name: str) -> None:
     call, message = OTHERS[name]
     with pytest.raises(FlatbedError, match=message):
         call(flatbed.Embedding(ROWS, DIM).table)
+
+
+def test_averaging_raises() -> None:
+    model, _ = pair()
+    average = torch.optim.swa_utils.AveragedModel(model)
+    with pytest.raises(FlatbedError, match="table"):
+        average.update_parameters(model)
 
 
 def test_weight_can_be_changed_and_not_replaced() -> None:
