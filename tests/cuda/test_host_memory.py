@@ -11,6 +11,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -57,19 +58,6 @@ def raises(work: Callable[[], object], text: str) -> bool:
     return False
 
 
-def run(script: str, **variables: str) -> str:
-    """Output of a script that must succeed without printing errors."""
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env={**os.environ, **variables},
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    return done.stdout
-
-
 # The CPU's
 
 
@@ -93,13 +81,19 @@ def test_memory_is_zero_and_writable(nbytes: int) -> None:
 
 
 @linux
-def test_memory_is_exactly_sized_and_untouched() -> None:
+def test_memory_is_exactly_sized_untouched_and_goes_with_the_last_view() -> None:
     size, resident = status("VmSize"), status("VmRSS")
     held = allocate(GIB + 1, device=CPU)
     assert abs(status("VmSize") - size - GIB) < 4 * MIB
     assert status("VmRSS") - resident < 64 * MIB
     assert held.tensor.data_ptr() % memory.HUGE_PAGE == 0
+    view = held.tensor[GIB // 2 :][: 40 * 4].view(torch.int32)
     held.close()
+    del held
+    gc.collect()
+    assert status("VmSize") - size > GIB - MIB
+    view.fill_(5)
+    del view
     assert abs(status("VmSize") - size) < MIB
 
 
@@ -109,23 +103,6 @@ def test_more_than_there_is_is_refused() -> None:
     ) as caught:
         allocate(1 << 50, device=CPU)
     assert 'storage="disk"' in str(caught.value)
-
-
-@linux
-def test_memory_goes_with_the_last_view() -> None:
-    before = status("VmSize")
-    held = allocate(GIB, device=CPU)
-    view = held.tensor[GIB // 2 :].view(torch.int32)[:10]
-    view.fill_(5)
-    del held
-    gc.collect()
-    assert status("VmSize") - before > GIB - MIB
-    assert view.sum() == 50
-    del view
-    assert status("VmSize") - before < MIB
-
-
-# Forks
 
 
 @linux
@@ -139,9 +116,8 @@ def test_forked_child_neither_touches_nor_frees() -> None:
         refused = raises(held.check, "forked child") and raises(lambda: held.tensor, "forked child")
         mapped = f"{address:x}-" in Path("/proc/self/maps").read_text()
         # What the child maps there itself must outlive the parent's objects.
-        fresh = memory._libc().mmap(
-            address, 4 * MIB, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0
-        )
+        access, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        fresh = memory._libc().mmap(address, 4 * MIB, access, flags, -1, 0)
         holder.pop().close()
         gc.collect()
         ctypes.memset(fresh, 1, 4 * MIB)
@@ -152,13 +128,6 @@ def test_forked_child_neither_touches_nor_frees() -> None:
 
 
 # How much there is
-
-
-@linux
-def test_available_bytes() -> None:
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    total = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemTotal:"))
-    assert 0 < available_bytes() <= total
 
 
 def group(folder: Path, **files: object) -> None:
@@ -179,6 +148,8 @@ def test_limits_of_cgroups(tmp_path: Path) -> None:
     (tmp_path / "self").write_text("5:cpu:/other\n4:hugetlb,memory:/a/not/seen/here\n0::/\n")
     assert list(memory._cgroup_bytes(tmp_path / "self", tmp_path)) == [403, 2**63 - 10]
     assert list(memory._cgroup_bytes(tmp_path / "missing", tmp_path)) == []
+    total = os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
+    assert 0 < available_bytes() <= total
 
 
 # What is asked for
@@ -203,55 +174,33 @@ def test_unknown_settings(name: str, value: str, expected: str, monkeypatch: pyt
 START_DRIVER = cuda_driver.driver
 
 
-class FakeDriver:
-    """Records the calls that `cuda.driver.Driver` would make."""
+def fake_driver() -> mock.Mock:
+    """A driver that records its calls; its managed memory is not zero at first."""
+    fake = mock.Mock(maps={})
+    fake.can_manage.return_value = fake.can_register.return_value = True
+    fake.free_bytes.return_value = 64 * MIB
 
-    def __init__(self) -> None:
-        self.manages = self.registers = True
-        self.fails: set[str] = set()
-        self.free = 64 * MIB
-        self.did: list[str] = []
-        self.maps: dict[int, mmap.mmap] = {}
-
-    def _do(self, name: str) -> None:
-        self.did.append(name)
-        if name in self.fails:
-            raise DriverError(f"{name} failed")
-
-    def can_manage(self, gpu: int) -> bool:
-        return self.manages
-
-    def can_register(self, gpu: int) -> bool:
-        return self.registers
-
-    def free_bytes(self, gpu: int) -> int:
-        return self.free
-
-    def managed(self, gpu: int, nbytes: int) -> int:
-        self._do("managed")
+    def managed(gpu: int, nbytes: int) -> int:
         made = mmap.mmap(-1, nbytes)
         made.write(b"\xff" * nbytes)
         address = ctypes.addressof(ctypes.c_char.from_buffer(made))
-        self.maps[address] = made
+        fake.maps[address] = made
         return address
 
-    def populate(self, gpu: int, address: int, nbytes: int) -> None:
-        self._do("populate")
+    fake.managed.side_effect = managed
+    fake.free_managed.side_effect = lambda gpu, address: fake.maps.pop(address) and None
+    return fake
 
-    def free_managed(self, gpu: int, address: int) -> None:
-        self._do("free_managed")
-        del self.maps[address]
 
-    def register(self, gpu: int, address: int, nbytes: int) -> None:
-        self._do("register")
-
-    def unregister(self, gpu: int, address: int) -> None:
-        self._do("unregister")
+def calls(fake: mock.Mock) -> list[str]:
+    """Names of the calls that change something."""
+    names = [call[0] for call in fake.method_calls]
+    return [name for name in names if name not in ("can_manage", "can_register", "free_bytes")]
 
 
 @pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
-    fake = FakeDriver()
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[mock.Mock]:
+    fake = fake_driver()
     monkeypatch.setattr(cuda_driver, "driver", lambda: fake)
     monkeypatch.setattr(memory, "_has_warned", False)
     monkeypatch.setattr(memory, "_free_at_exit", lambda: None)
@@ -261,41 +210,44 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
     memory._free_all()
 
 
-def test_managed_memory_comes_first(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+def chosen(kind: str, nbytes: int) -> HostMemory:
+    """Memory of this kind."""
+    with mock.patch.dict(os.environ, FLATBED_HOST_MEMORY=kind):
+        return allocate(nbytes, device=GPU)
+
+
+def test_managed_memory_comes_first(driver: mock.Mock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "POPULATE", 2 * MIB)
     held = allocate(5 * MIB, device=GPU)
     assert (held.kind, held.device, held.nbytes, held.addressable) == ("managed", GPU, 5 * MIB, True)
     assert not held.tensor.any()
-    assert driver.did == ["managed", "populate", "populate", "populate"]
+    assert calls(driver) == ["managed", "populate", "populate", "populate"]
     held.close()
     held.close()
-    assert driver.did[4:] == ["free_managed"]
+    assert calls(driver)[4:] == ["free_managed"]
 
 
-def test_registered_memory_comes_next(driver: FakeDriver) -> None:
-    driver.manages = False
+@pytest.mark.parametrize("failing", ["can_manage", "managed", "populate"])
+def test_registered_memory_comes_next(driver: mock.Mock, failing: str) -> None:
+    if failing == "can_manage":
+        driver.can_manage.return_value = False
+    else:
+        getattr(driver, failing).side_effect = DriverError
     held = allocate(5 * MIB, device=GPU)
     assert (held.kind, held.addressable) == ("registered", True)
     assert not held.tensor.any()
+    assert not driver.maps
     view = held.tensor[10:]
     held.close()
-    assert driver.did == ["register"]
+    assert calls(driver)[-1] == "register"
     del view
-    assert driver.did == ["register", "unregister"]
-
-
-@pytest.mark.parametrize("failing", ["managed", "populate"])
-def test_failures_lead_to_the_next_kind(driver: FakeDriver, failing: str) -> None:
-    driver.fails = {failing}
-    held = allocate(5 * MIB, device=GPU)
-    assert held.kind == "registered"
-    assert not driver.maps
-    held.close()
+    assert calls(driver)[-1] == "unregister"
     assert not memory._live
 
 
-def test_pageable_memory_comes_last_with_one_warning(driver: FakeDriver) -> None:
-    driver.manages, driver.fails = False, {"register"}
+def test_pageable_memory_comes_last_with_one_warning(driver: mock.Mock) -> None:
+    driver.can_manage.return_value = False
+    driver.register.side_effect = DriverError("register failed")
     with pytest.warns(
         UserWarning, match="staged through the CPU.*slower.*managed: .*registered: register failed"
     ):
@@ -316,27 +268,17 @@ def test_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
         chosen("registered", 10)
 
 
-def chosen(kind: str, nbytes: int) -> HostMemory:
-    """Memory of this kind."""
-    with mock.patch.dict(os.environ, FLATBED_HOST_MEMORY=kind):
-        return allocate(nbytes, device=GPU)
-
-
-@pytest.mark.usefixtures("driver")
-@pytest.mark.parametrize("kind", ["managed", "registered", "pageable"])
-def test_kind_can_be_chosen(kind: str) -> None:
-    assert chosen(kind, 10).kind == kind
-
-
-def test_unavailable_kind_raises(driver: FakeDriver) -> None:
-    driver.manages = driver.registers = False
+def test_kind_can_be_chosen(driver: mock.Mock) -> None:
+    for kind in ("managed", "registered", "pageable"):
+        assert chosen(kind, 10).kind == kind
+    driver.can_manage.return_value = driver.can_register.return_value = False
     for kind in ("managed", "registered"):
         with pytest.raises(FlatbedError, match=f"no {kind} memory of 10 bytes for cuda:0"):
             chosen(kind, 10)
 
 
 @pytest.mark.parametrize("limit", ["free", str(64 * MIB)])
-def test_managed_memory_has_a_limit(driver: FakeDriver, limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_managed_memory_has_a_limit(driver: mock.Mock, limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLATBED_MANAGED_LIMIT", limit)
     first, second = allocate(40 * MIB, device=GPU), allocate(40 * MIB, device=GPU)
     assert (first.kind, second.kind) == ("managed", "registered")
@@ -348,16 +290,16 @@ def test_managed_memory_has_a_limit(driver: FakeDriver, limit: str, monkeypatch:
 
 
 @linux
-def test_forked_child_leaves_the_driver_alone(driver: FakeDriver) -> None:
+def test_forked_child_leaves_the_driver_alone(driver: mock.Mock) -> None:
     held = [chosen(kind, 4 * MIB) for kind in ("managed", "registered")]
 
     def work() -> bool:
-        driver.did.clear()
+        driver.reset_mock()
         refused = all(raises(one.check, "forked child") for one in held)
         memory._free_all()
         held.clear()
         gc.collect()
-        return refused and not driver.did
+        return refused and not calls(driver)
 
     assert in_child(work)
     assert all(not one.tensor.any() for one in held)
@@ -366,13 +308,13 @@ def test_forked_child_leaves_the_driver_alone(driver: FakeDriver) -> None:
 def test_everything_is_freed_at_exit() -> None:
     script = """
 import atexit
-from tests.cuda.test_host_memory import FakeDriver, chosen, cuda_driver
+from tests.cuda.test_host_memory import calls, chosen, cuda_driver, fake_driver
 
-atexit.register(lambda: print(driver.did))
-driver = FakeDriver()
+atexit.register(lambda: print(calls(driver)))
+driver = fake_driver()
 cuda_driver.driver = lambda: driver
 held = [chosen(kind, 10) for kind in ("managed", "registered", "pageable")]
-driver.did.clear()
+driver.reset_mock()
 """
     assert programs.run(script).stdout == "['free_managed', 'unregister']\n"
 
@@ -380,20 +322,10 @@ driver.did.clear()
 # A GPU's, in earnest. Little memory: more than the GPU has free could hang it.
 
 
-class OnGpu:
-    """Lets torch's own kernels use memory by its address."""
-
-    def __init__(self, held: HostMemory) -> None:
-        self.__cuda_array_interface__ = {
-            "data": (held.tensor.data_ptr(), False),
-            "shape": (held.nbytes // 4,),
-            "typestr": "<i4",
-            "version": 3,
-        }
-
-
 def on_gpu(held: HostMemory) -> torch.Tensor:
-    return torch.as_tensor(OnGpu(held), device=GPU)
+    """Let torch's own kernels use memory by its address."""
+    interface = {"data": (held.tensor.data_ptr(), False), "shape": (held.nbytes // 4,), "typestr": "<i4"}
+    return torch.as_tensor(SimpleNamespace(__cuda_array_interface__={**interface, "version": 3}), device=GPU)
 
 
 @pytest.mark.gpu
@@ -455,4 +387,7 @@ cycle.append(cycle)
 torch.ones(5, device="cuda").sum().item()
 print(held.kind)
 """
-    assert run(script, FLATBED_HOST_MEMORY=kind) == f"{kind}\n0\n"
+    # Not by tests.programs, whose interpreters have no GPU.
+    environment = {**os.environ, "FLATBED_HOST_MEMORY": kind}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{kind}\n0\n", "")

@@ -14,7 +14,7 @@ from flatbed.kernels._triton import rows as movers
 from flatbed.kernels._triton.rows import MoverShape
 from flatbed.kernels.cache import CacheIndex
 
-SIZES = [64, 128, 256, 384, 512, 1024, 1536, 2048, 4096, 4224]
+SIZES = [16, 64, 128, 256, 384, 512, 1024, 1536, 2048, 4096, 4224]
 SHAPES = [None, MoverShape(96, 4, 1), MoverShape(2, 8, 32)]
 """None stands for those of the table."""
 N_ROWS, N_SLOTS = 90, 40
@@ -42,7 +42,8 @@ def test_gather_and_scatter(nbytes: int, n: int, shape: MoverShape | None, kerne
     expected = torch.where(present[:, None], memory[rows], 0)
     location = RecordLocation(memory)
     assert torch.equal(movers.gather(location, rows, nbytes, shape), expected)
-    assert torch.equal(movers.gather(location, rows, nbytes - 24, shape), expected[:, : nbytes - 24])
+    for beginning in (2, 12, nbytes - 6):
+        assert torch.equal(movers.gather(location, rows, beginning, shape), expected[:, :beginning])
     new, after = records(n, nbytes, kernel_device), memory.clone()
     after[rows[present]] = new[present]
     movers.scatter_(location, rows, new, shape)

@@ -7,6 +7,7 @@ import torch
 
 from flatbed.kernels import NONE, SENTINEL, RecordLocation
 from flatbed.kernels import rows as ops
+from flatbed.kernels._triton.rows import sum_squares
 from flatbed.kernels.rows import gather, scatter_, unique
 
 NO_ERROR = (1 << 63) - 1
@@ -46,21 +47,6 @@ def test_unique(name: str, kernel_device: str, monkeypatch: pytest.MonkeyPatch) 
         assert torch.equal(run, (expected.inverse == slot).nonzero().flatten())
 
 
-@pytest.mark.parametrize("nbytes", [16, 32, 64, 128, 384, 1536])
-def test_gather_and_scatter(nbytes: int, kernel_device: str) -> None:
-    memory = torch.randint(256, (N_ROWS, nbytes), dtype=torch.uint8)
-    held = memory.to(kernel_device, copy=True)
-    for listed in ([], [3], [NONE], [0, NONE, 29, 7, NONE], list(range(N_ROWS))[::-1]):
-        rows = torch.tensor(listed, dtype=torch.int64, device=kernel_device)
-        expected = torch.where(rows.cpu()[:, None] < 0, 0, memory[rows.cpu()])
-        for beginning in (nbytes, 2, 12, nbytes - 6):
-            assert torch.equal(gather(RecordLocation(held), rows, beginning).cpu(), expected[:, :beginning])
-        new = torch.randint(256, (len(rows), nbytes), dtype=torch.uint8)
-        scatter_(RecordLocation(held), rows, new.to(kernel_device))
-        memory[rows.cpu()[rows.cpu() >= 0]] = new[rows.cpu() >= 0]
-        assert torch.equal(held.cpu(), memory)
-
-
 def test_more_rows_than_programs(kernel_device: str) -> None:
     memory = torch.randint(256, (700, 1536), dtype=torch.uint8, device=kernel_device)
     rows = torch.randperm(700, device=kernel_device)
@@ -70,10 +56,7 @@ def test_more_rows_than_programs(kernel_device: str) -> None:
     assert torch.equal(memory[rows.flip(0)], found)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("n", [1, 1024, 70_000])
+@pytest.mark.parametrize(("n", "dtype"), [(1, torch.float32), (1024, torch.float64), (70_000, torch.float32)])
 def test_squares(n: int, dtype: torch.dtype, kernel_device: str) -> None:
-    from flatbed.kernels._triton.rows import sum_squares
-
     values = torch.randn(n, dtype=dtype, device=kernel_device)
     torch.testing.assert_close(sum_squares(values).sum(), values.double().square().sum())

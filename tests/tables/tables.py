@@ -24,8 +24,6 @@ DIM = 16  # whole vectors of every CPU: torch's fused kernels round the odd elem
 PADDING = 2
 STORAGES = ("device", "host", "disk")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-COUNTS = ("hits", "misses", "evictions", "written", "overflow")
-"""What a cache counts."""
 
 
 class PlainRowwiseAdagrad(optim.Optimizer):
@@ -244,6 +242,11 @@ def upstream(lookups: Sequence[Tensor], dim: int, dtype: torch.dtype) -> list[Te
 # ---- ours
 
 
+def storage_options(storage: str, folder: Path | None, name: str = "table") -> dict[str, Any]:
+    """Options of a table with this storage; on disk, its file is in the folder."""
+    return {"storage": storage, "path": folder / name if storage == "disk" else None}
+
+
 @dataclass
 class Setup:
     """Where a table lives and where it computes."""
@@ -253,10 +256,8 @@ class Setup:
     folder: Path | None = None
 
     def options(self) -> dict[str, Any]:
-        path = None
-        if self.storage == "disk":
-            path = self.folder / f"table-{len(os.listdir(self.folder))}"
-        return {"storage": self.storage, "path": path, "device": self.device}
+        name = f"table-{len(os.listdir(self.folder))}" if self.storage == "disk" else ""
+        return {**storage_options(self.storage, self.folder, name), "device": self.device}
 
     def embedding(self, weight: Tensor, padding_idx: int | None = None) -> Any:
         return flatbed.Embedding.from_pretrained(
@@ -287,7 +288,7 @@ def everything(emb: Any) -> tuple[Tensor, dict[str, Tensor]]:
 def dense_grad(table: Any) -> Tensor:
     """A table's gradient in the form of nn.Embedding's."""
     dense = torch.zeros(table.num_embeddings, table.embedding_dim)
-    return dense if table.grad is None else dense.index_copy(0, table.grad_rows, table.grad.clone())
+    return dense if table.grad is None else dense.index_copy(0, table.grad_rows.cpu(), table.grad.cpu())
 
 
 def assert_gradients(emb: Any, dense: Tensor, touched: Tensor, where: str) -> None:
@@ -298,7 +299,8 @@ def assert_gradients(emb: Any, dense: Tensor, touched: Tensor, where: str) -> No
 
 def cached_rows(emb: Any) -> set[int]:
     """The rows in a table's cache, which no public function tells."""
-    rows = emb.table._store.cache.index.row_of_slot
+    cache = emb.table._store.cache
+    rows = torch.tensor([]) if cache is None else cache.index.row_of_slot
     return set(rows[rows >= 0].tolist())
 
 
@@ -314,6 +316,12 @@ def assert_close(ours: Tensor, theirs: Tensor, where: str, message: str, *, low:
     torch.testing.assert_close(
         ours, theirs, rtol=relative, atol=1e-2 if low else 2e-6, msg=lambda m: f"{message}: {m}"
     )
+
+
+def assert_equal(state: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert state.keys() == expected.keys()
+    for name, value in state.items():
+        assert torch.equal(value, expected[name]), name
 
 
 def assert_same(emb: Any, expected: Reference, where: str) -> None:
@@ -342,3 +350,49 @@ def train(emb: Any, optimizer: Any, expected: Reference, batches: Sequence[list[
         optimizer.step()
         optimizer.zero_grad()
         expected.step(lookups, grads)
+
+
+# ---- with and without a cache
+
+
+def step(emb: Any, optimizer: Any, *lookups: Any) -> None:
+    """Backward passes, one after the other, and then the step."""
+    for ids in lookups:
+        emb(ids).sin().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+class Twins:
+    """A table with a cache and one without, trained alike."""
+
+    def __init__(
+        self, storage: str, folder: Path, n_slots: int = 6, *, n_rows: int = 30, **options: Any
+    ) -> None:
+        self.both: list[Any] = [
+            flatbed.Embedding(
+                n_rows, 3, seed=1, cache_rows=n, **storage_options(storage, folder, name), **options
+            )
+            for name, n in (("cached.bed", n_slots), ("plain.bed", 0))
+        ]
+        self.optimizers = [flatbed.optim.Adam(emb, lr=0.1) for emb in self.both]
+
+    @property
+    def cached(self) -> Any:
+        return self.both[0]
+
+    def step(self, *lookups: Any) -> None:
+        for emb, optimizer in zip(self.both, self.optimizers, strict=True):
+            step(emb, optimizer, *lookups)
+
+    def train(self) -> Twins:
+        self.step([1, 2, 3], [3, 4])
+        self.step([5, 1, 29])
+        self.step([1, 2, 8, 8])
+        return self
+
+    def check(self) -> None:
+        (weight, state), (wanted, wanted_state) = (everything(emb) for emb in self.both)
+        assert torch.equal(weight, wanted)
+        assert_equal(state, wanted_state)
+        assert self.both[0].table.scalars() == self.both[1].table.scalars()

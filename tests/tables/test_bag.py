@@ -32,18 +32,16 @@ def both(**options: Any) -> tuple[flatbed.EmbeddingBag, nn.EmbeddingBag]:
     return ours, theirs
 
 
+OFFSETS = torch.tensor([0, 0, 3, 7, 7])
 CALLS: dict[str, Callable[[], dict[str, Any]]] = {
     "one bag": lambda: {"input": torch.tensor([3, 1, 1, 11]), "offsets": torch.tensor([0])},
-    "empty bags": lambda: {"input": torch.randint(N_ROWS, (11,)), "offsets": torch.tensor([0, 0, 3, 7, 7])},
+    "empty bags": lambda: {"input": torch.randint(N_ROWS, (11,)), "offsets": OFFSETS},
     "last bag is empty": lambda: {"input": torch.tensor([3, 1, 7]), "offsets": torch.tensor([0, 3])},
-    "nothing": lambda: {
-        "input": torch.empty(0, dtype=torch.long),
-        "offsets": torch.zeros(3, dtype=torch.long),
-    },
+    "nothing": lambda: {"input": torch.tensor([]).long(), "offsets": torch.zeros(3).long()},
     "two-dimensional": lambda: {"input": torch.randint(N_ROWS, (4, 3))},
     "weighted": lambda: {
         "input": torch.randint(N_ROWS, (11,)),
-        "offsets": torch.tensor([0, 0, 3, 7, 7]),
+        "offsets": OFFSETS,
         "per_sample_weights": torch.randn(11),
     },
 }
@@ -102,24 +100,21 @@ def test_bags_by_kernels(mode: str, call: str, padding: int | None, last: bool, 
 
 def test_wrong_arguments_raise() -> None:
     ours, theirs = both(mode="sum")
-    with pytest.raises(ValueError, match="found"):
-        ours(1)
-    with pytest.raises(TypeError, match="integers"):
-        ours([1, 2], torch.tensor([0.0, 1.9]))
-    with pytest.raises(IndexError, match="id 20 at position 1 is out of range"):
-        ours([1, 20], [0])
-    for bag in (ours, theirs):
-        with pytest.raises(ValueError, match="offsets has to be a 1D Tensor"):
-            bag(torch.tensor([1, 2]))
-        with pytest.raises(ValueError, match="offsets has to be None"):
-            bag(torch.tensor([[1, 2]]), torch.tensor([0]))
-        with pytest.raises(RuntimeError, match=r"offsets\[0\] has to be 0"):
-            bag(torch.tensor([1, 2]), torch.tensor([1]))
-        with pytest.raises(ValueError, match="per_sample_weights"):
-            bag(torch.tensor([[1, 2]]), None, torch.ones(3))
-    for other in both(mode="mean"):
-        with pytest.raises(NotImplementedError, match="per_sample_weights"):
-            other(torch.tensor([[1, 2]]), None, torch.ones(1, 2))
+    ids, zero = torch.tensor([1, 2]), torch.tensor([0])
+    wrong: list[tuple[Any, type[Exception], str, Any]] = [
+        ([ours], ValueError, "found", (1,)),
+        ([ours], TypeError, "integers", (ids, torch.tensor([0.0, 1.9]))),
+        ([ours], IndexError, "id 20 at position 1 is out of range", ([1, 20], [0])),
+        ([ours, theirs], ValueError, "offsets has to be a 1D Tensor", (ids,)),
+        ([ours, theirs], ValueError, "offsets has to be None", (ids[None], zero)),
+        ([ours, theirs], RuntimeError, r"offsets\[0\] has to be 0", (ids, zero + 1)),
+        ([ours, theirs], ValueError, "per_sample_weights", (ids[None], None, torch.ones(3))),
+        (both(mode="mean"), NotImplementedError, "per_sample", (ids[None], None, torch.ones(1, 2))),
+    ]
+    for bags, error, message, arguments in wrong:
+        for bag in bags:
+            with pytest.raises(error, match=message):
+                bag(*arguments)
     assert ours.table.grad is None
 
 
@@ -134,14 +129,13 @@ def test_freezing_leaves_the_sample_weights_their_gradient() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 def test_other_dtypes(dtype: torch.dtype) -> None:
-    theirs = nn.EmbeddingBag(ROWS, DIM, mode="sum", dtype=dtype)
-    ours = flatbed.EmbeddingBag.from_pretrained(theirs.weight.detach(), freeze=False, mode="sum")
+    ours, theirs = both(mode="sum", dtype=dtype)
     ids = torch.tensor([[1, 2, 2], [2, 5, 7]])
-    assert torch.equal(ours(ids), theirs(ids))
-    assert ours(ids).dtype == dtype
-    ours(ids).sum().backward()
-    wide = torch.promote_types(dtype, torch.float32)
-    assert ours.table.grad.dtype == wide
+    found = ours(ids)
+    assert found.dtype == dtype
+    assert torch.equal(found, theirs(ids))
+    found.sum().backward()
+    assert ours.table.grad.dtype == torch.promote_types(dtype, torch.float32)
     assert ours.table.grad[1].tolist() == [3.0] * DIM
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
@@ -19,7 +20,7 @@ from flatbed.kernels import cache as decisions
 from flatbed.kernels._triton import cache as kernels
 from flatbed.tables.cache import gpu
 from flatbed.tables.cache.base import LookupBatch
-from tests.tables.tables import COUNTS, cached_rows
+from tests.tables.tables import cached_rows
 
 CPU = torch.device("cpu")
 DIM = 3
@@ -32,11 +33,6 @@ def made(n_rows: int, n_slots: int, policy: str = "lru", **options: Any) -> Any:
 def admit(emb: Any, rows: Any) -> None:
     """Look rows up in training."""
     emb(torch.as_tensor(rows, dtype=torch.int64))
-
-
-def counts(emb: Any) -> tuple[int, ...]:
-    stats = emb.table.cache_stats()
-    return tuple(getattr(stats, name) for name in COUNTS)
 
 
 def cache_of(emb: Any) -> Any:
@@ -63,20 +59,20 @@ def test_lru_evicts_the_oldest_rows(where: str) -> None:
 
 @pytest.mark.parametrize("policy", ["lru", "lfu"])
 def test_only_lfu_keeps_frequent_rows_during_a_scan(policy: str, where: str) -> None:
-    emb = made(1000, 48, policy, device=where)
+    emb = made(1000, 24, policy, device=where)
     for _ in range(8):
-        admit(emb, range(16))
-    for number in range(12):
+        admit(emb, range(8))
+    for number in range(6):
         admit(emb, range(100 + 8 * number, 108 + 8 * number))
-    n_kept = len(cached_rows(emb) & set(range(16)))
-    assert n_kept >= 15 if policy == "lfu" else n_kept <= 4
+    n_kept = len(cached_rows(emb) & set(range(8)))
+    assert n_kept >= 7 if policy == "lfu" else n_kept <= 2
 
 
 def test_lfu_forgets_old_uses(where: str) -> None:
     emb = made(1000, 4, "lfu", device=where)
     for _ in range(4):
         admit(emb, [0, 1])
-    for number in range(30):
+    for number in range(25):
         admit(emb, range(20 + 2 * number, 22 + 2 * number))
     assert not cached_rows(emb) & {0, 1}
 
@@ -88,23 +84,18 @@ def select(index: Any, rows: list[int], reserved: Any = None) -> Any:
     return decisions.select_victims(index, decisions.probe(index, torch.tensor(rows)), reserved=reserved)
 
 
-def test_selecting_victims_changes_no_map() -> None:
+def test_victims_are_selected_before_any_map_changes() -> None:
+    """Free slots and the oldest go before ties."""
     index = decisions.CacheIndex(20, 4, policy="lru", device=CPU)
     decisions.insert(index, select(index, [1, 2, 3]))
     before = index.slot_of_row.clone(), index.row_of_slot.clone(), index.dirty.clone()
     placement = select(index, [3, 7, 8, 9])
     for old, new in zip(before, (index.slot_of_row, index.row_of_slot, index.dirty), strict=True):
         assert torch.equal(old, new)
-    assert set(placement.rows.tolist()) == {7, 8, 9}
-    assert len(set(placement.slots.tolist())) == 3
     assert (placement.victims == -1).all()  # none of them has changed
     decisions.evict(index, placement)
-    assert index.slot_of_row.tolist().count(-1) == len(index.slot_of_row) - 1
     decisions.insert(index, placement)
     assert set(index.row_of_slot.tolist()) == {3, 7, 8, 9}
-
-
-def test_free_slots_and_the_oldest_go_before_ties() -> None:
     index = decisions.CacheIndex(100, 8, policy="lru", device=CPU)
     index.clock.fill_(9)
     index.stamp[:] = torch.tensor([5, 5, 5, 5, 5, 5, decisions.FREE, 1])
@@ -140,7 +131,10 @@ def prefetch(cache: Any, rows: Any, window: int) -> LookupBatch | None:
 def test_slots_of_the_last_admissions_are_kept(kernel_device: str) -> None:
     emb = made(100, 12, device=kernel_device)
     cache = cache_of(emb)
-    batches = [prefetch(cache, range(4 * n, 4 * n + 4), 2) for n in range(6)]
+    batches = []
+    for n in range(6):
+        batches.append(prefetch(cache, range(4 * n, 4 * n + 4), 2))
+        admit(emb, [])  # empty batches do not count
     for n, batch in enumerate(batches):
         assert cache.protects(batch) == (n >= 3)
     assert cached_rows(emb) == set(range(12, 24))
@@ -148,17 +142,6 @@ def test_slots_of_the_last_admissions_are_kept(kernel_device: str) -> None:
     admit(emb, range(50, 55))  # in the training stream it may evict all others
     assert not any(cache.protects(batch) for batch in batches)
     assert set(range(50, 55)) <= cached_rows(emb)
-
-
-def test_empty_batches_do_not_count_as_admissions(kernel_device: str) -> None:
-    emb = made(40, 12, device=kernel_device)
-    cache = cache_of(emb)
-    prefetch(cache, [0, 1, 2, 3], 2)
-    for _ in range(2):
-        admit(emb, [])
-    assert prefetch(cache, range(10, 18), 2) is not None
-    assert counts(emb)[-1] == 0
-    assert set(range(4)) <= cached_rows(emb)
 
 
 def test_reserved_rows_stay_until_they_are_released(tmp_path: Path) -> None:
@@ -179,33 +162,29 @@ def test_reservations_of_another_thread(tmp_path: Path) -> None:
     """One thread reserves and releases rows while the other reads and writes rows."""
     emb = made(200, 40, storage="disk", path=tmp_path / "table")
     cache, expected = cache_of(emb), emb.read_rows(range(200))
-    stop, failures = threading.Event(), []
+    stop = threading.Event()
 
-    def run() -> None:
+    def reserve_and_release() -> None:
         draw = torch.Generator().manual_seed(0)
-        try:
-            while not stop.is_set():
-                reservation = cache.reserve(torch.randperm(200, generator=draw)[:12].sort().values)
-                if reservation is not None:
-                    with cache.lock:
-                        assert set(reservation.rows.tolist()) <= cached_rows(emb)
-                    cache.release(reservation, None)
-        except BaseException as error:
-            failures.append(error)
+        while not stop.is_set():
+            reservation = cache.reserve(torch.randperm(200, generator=draw)[:12].sort().values)
+            if reservation is not None:
+                with cache.lock:
+                    assert set(reservation.rows.tolist()) <= cached_rows(emb)
+                cache.release(reservation, None)
 
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
-        draw = torch.Generator().manual_seed(1)
-        for number in range(100):
-            rows = torch.randperm(200, generator=draw)[:15].sort().values
-            assert torch.equal(emb(rows), expected[rows])
-            expected[rows] = float(number)
-            emb.write_rows(rows, expected[rows])
-    finally:
-        stop.set()
-        thread.join()
-    assert not failures
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(reserve_and_release)
+        try:
+            draw = torch.Generator().manual_seed(1)
+            for number in range(60):
+                rows = torch.randperm(200, generator=draw)[:15].sort().values
+                assert torch.equal(emb(rows), expected[rows])
+                expected[rows] = float(number)
+                emb.write_rows(rows, expected[rows])
+        finally:
+            stop.set()
+        done.result()
     emb.table.checkpoint()
     assert torch.equal(emb.read_rows(range(200)), expected)
     emb.table.close()
@@ -227,15 +206,6 @@ def test_warming_by_counts(where: str) -> None:
         flatbed.Embedding(10, DIM, storage=storage).table.warm([1, 2])
 
 
-def test_too_few_bytes_for_a_record() -> None:
-    emb = flatbed.Embedding(1000, 8, cache_bytes=100)
-    flatbed.optim.Adam(emb, lr=0.1)
-    with pytest.raises(flatbed.FlatbedError, match="a single record, which takes 128 bytes"):
-        admit(emb, [1, 2])
-    emb.table.set_cache(cache_bytes=0)
-    admit(emb, [1, 2])
-
-
 def test_default_size(where: str) -> None:
     """Four batches on a GPU, and no cache on a CPU."""
     emb = flatbed.Embedding(100_000, DIM, device=where)
@@ -246,7 +216,6 @@ def test_default_size(where: str) -> None:
 
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"cache_rows": -1}, ValueError, "cache_rows.*-1"),
-    ({"cache_bytes": -5}, ValueError, "cache_bytes.*-5"),
     ({"cache_bytes": "1G"}, TypeError, "cache_bytes.*'1G'"),
     ({"cache_rows": 2, "cache_bytes": 512}, ValueError, "not both; found 2 and 512"),
     ({"cache_rows": 3, "storage": "device"}, ValueError, "cache_rows=3"),
@@ -259,13 +228,22 @@ def test_wrong_sizes(options: dict[str, Any], kind: type[Exception], message: st
     """They raise, and a table that exists keeps its cache."""
     with pytest.raises(kind, match=message):
         flatbed.Embedding(30, DIM, **options)
-    storage = options.get("storage", "host")
-    sizes = {name: value for name, value in options.items() if name != "storage"}
+    sizes = dict(options)
+    storage = sizes.pop("storage", "host")
     emb = made(30, 0 if storage == "device" else 6, storage=storage)
     admit(emb, [1, 2])
     with pytest.raises(kind):
         emb.table.set_cache(**sizes)
     assert emb.table.cache_stats().rows == (0 if storage == "device" else 6)
+
+
+def test_too_few_bytes_for_a_record() -> None:
+    emb = flatbed.Embedding(1000, 8, cache_bytes=100)
+    flatbed.optim.Adam(emb, lr=0.1)
+    with pytest.raises(flatbed.FlatbedError, match="a single record, which takes 128 bytes"):
+        admit(emb, [1, 2])
+    emb.table.set_cache(cache_bytes=0)
+    admit(emb, [1, 2])
 
 
 # ---- order between training and prefetches: no admission moves a row while other work uses it
@@ -394,7 +372,7 @@ def simulate(monkeypatch: pytest.MonkeyPatch, seed: int, *, is_ordered: bool = T
 @pytest.mark.usefixtures("kernel_device")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are not interpreted")
 class TestOrder:
-    @pytest.mark.parametrize("seed", range(6))
+    @pytest.mark.parametrize("seed", range(4))
     def test_no_conflicts(self, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
         assert simulate(monkeypatch, seed).conflicts() == 0
 

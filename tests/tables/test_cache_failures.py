@@ -16,10 +16,9 @@ from flatbed.errors import FlatbedError
 from flatbed.tables.cache import write_behind
 from flatbed.tables.storage.disk import DiskStorage
 from tests.tables.storage.disk.test_files import largest_file
-from tests.tables.tables import cached_rows, everything
-from tests.tables.test_cache_parity import Twins, step
+from tests.tables.tables import Twins, cached_rows, everything, step
 
-ROWS, DIM = Twins.ROWS, Twins.DIM
+ROWS, DIM = 30, 3
 
 
 def embedding(folder: Path, n_slots: int) -> Any:
@@ -35,6 +34,7 @@ OUTSIDE: dict[str, Callable[[Any], Any]] = {
     "save": lambda emb: emb.state_dict(),
     "checkpoint": lambda emb: emb.table.checkpoint(),
     "drop_state": lambda emb: (emb.table.drop_state(), emb.read_rows([1])),
+    "close": lambda emb: emb.table.close(),
 }
 
 
@@ -52,6 +52,8 @@ def test_changed_rows_survive_a_failed_write_back(
         with pytest.raises(FlatbedError, match="no space left"):
             OUTSIDE[what](twins.cached)
     assert torch.equal(*(everything(emb)[0] for emb in twins.both))
+    monkeypatch.setattr(DiskStorage, "scatter_", no_space)
+    twins.cached.table.close(discard=True)
 
 
 def test_failed_writes_are_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,18 +120,6 @@ def test_forked_process_waits_for_no_thread_of_its_parent(
     assert os.waitstatus_to_exitcode(status) == 7
     assert torch.equal(emb.read_rows(range(4)), torch.ones(4, DIM))
     emb.table.close(discard=True)
-
-
-def test_closing_a_table_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A checkpoint that fails leaves the table open; changes can be discarded."""
-    twins = Twins("disk", tmp_path).train()
-    with monkeypatch.context() as patch:
-        patch.setattr(DiskStorage, "scatter_", no_space)
-        with pytest.raises(FlatbedError, match="no space left"):
-            twins.cached.table.close()
-    twins.check()
-    monkeypatch.setattr(DiskStorage, "scatter_", no_space)
-    twins.cached.table.close(discard=True)
 
 
 # ---- full disks

@@ -1,304 +1,293 @@
-"""Caches against a dictionary: after any sequence of operations, every row is what it should be."""
+"""A table with a cache and one without: after any sequence of operations, they are equal bit by bit."""
 
 from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest import mock
 
 import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from torch import Tensor
 
 import flatbed
-from flatbed.tables.lookup import RowPrefetch
-from tests.tables.tables import COUNTS
+from tests.tables.tables import Twins, cached_rows
 
 MOST_ROWS = 30
-DIM = 5  # 20 bytes of 32
+DIM = 3
+ids = st.lists(st.integers(0, MOST_ROWS), max_size=25)
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """A table with a cache, and a dictionary of what its records should be."""
+    """Random operations on both tables."""
 
     storage: ClassVar[str] = "host"
-    interpreted: ClassVar[bool] = False
+    device: ClassVar[str] = "cpu"
+    by_kernels: ClassVar[bool] = False
 
     def __init__(self) -> None:
         super().__init__()
-        self.before = os.environ.get("TRITON_INTERPRET")
-        if self.interpreted:
-            os.environ["TRITON_INTERPRET"] = "1"
-        self.folder = tempfile.TemporaryDirectory()
-        self.draw = torch.Generator().manual_seed(0)
-        self.counted: Any = None
-        self.counts = dict.fromkeys(COUNTS, 0)
+        interpret = {"TRITON_INTERPRET": "1"} if self.by_kernels and self.device == "cpu" else {}
+        self.environ = mock.patch.dict(os.environ, interpret)
+        self.environ.start()
+        self.files = tempfile.TemporaryDirectory()
+        self.folder = Path(self.files.name)
 
     @initialize(n_rows=st.integers(1, 20), n_slots=st.integers(1, 24), policy=st.sampled_from(["lru", "lfu"]))
     def begin(self, n_rows: int, n_slots: int, policy: str) -> None:
-        path = Path(self.folder.name) / "table" if self.storage == "disk" else None
-        options: dict[str, Any] = {"init": "zeros", "storage": self.storage, "path": path}
-        self.emb = flatbed.Embedding(n_rows, DIM, cache_rows=n_slots, cache_policy=policy, **options)
-        self.table = self.emb.table
-        self.store = self.table._store
-        self.nbytes = self.store.ensure_layout().record.nbytes
-        self.expected = {row: torch.zeros(self.nbytes, dtype=torch.uint8) for row in range(n_rows)}
+        options = {"cache_policy": policy, "device": self.device}
+        self.twins = Twins(self.storage, self.folder, n_slots, n_rows=n_rows, **options)
+        self.emb = self.twins.cached
 
     def teardown(self) -> None:
-        if hasattr(self, "table"):
-            self.table.close(discard=True)
-        self.folder.cleanup()
-        if self.interpreted:
-            os.environ.pop("TRITON_INTERPRET")
-            if self.before is not None:
-                os.environ["TRITON_INTERPRET"] = self.before
-
-    # ---- expectations
-
-    @property
-    def cache(self) -> Any:
-        return self.store.cache
+        for emb in self.twins.both if hasattr(self, "twins") else ():
+            emb.table.close(discard=True)
+        self.files.cleanup()
+        self.environ.stop()
 
     @property
     def n_rows(self) -> int:
-        return len(self.expected)
+        return int(self.emb.num_embeddings)
 
-    def ids(self, numbers: list[int]) -> Tensor:
-        """Unique rows in range."""
-        return torch.tensor(sorted({number % self.n_rows for number in numbers}), dtype=torch.int64)
+    @property
+    def index(self) -> Any:
+        """The maps of the cache, which no public function tells; None without a cache."""
+        cache = self.emb.table._store.cache
+        return None if cache is None else cache.index
 
-    def wanted(self, rows: Tensor) -> Tensor:
-        return torch.stack([self.expected[row] for row in rows.tolist()]) if len(rows) else torch.empty(0)
+    def rows(self, numbers: list[int]) -> Tensor:
+        return torch.tensor([number % self.n_rows for number in numbers], dtype=torch.int64)
 
-    def remember(self, rows: Tensor, records: Tensor) -> None:
-        for row, record in zip(rows.tolist(), records, strict=True):
-            self.expected[row] = record.clone()
+    # ---- lookups
 
-    def records(self, n: int) -> Tensor:
-        return torch.randint(256, (n, self.nbytes), dtype=torch.uint8, generator=self.draw)
-
-    def cached(self) -> dict[int, bool]:
-        """The rows in the cache, and True for those that have changed."""
-        if self.cache is None:
-            return {}
-        index = self.cache.index
-        slots = (index.row_of_slot >= 0).nonzero().flatten()
-        rows, dirty = index.row_of_slot[slots].tolist(), index.dirty[slots].tolist()
-        return {row: bool(changed) for row, changed in zip(rows, dirty, strict=True)}
-
-    def count(self, *changes: int) -> None:
-        for name, more in zip(COUNTS, changes, strict=True):
-            self.counts[name] += more
-
-    def follow_cache(self) -> None:
-        """Begin to count again if the table has another cache."""
-        if self.cache is not self.counted:
-            self.counted, self.counts = self.cache, dict.fromkeys(COUNTS, 0)
-
-    # ---- operations
-
-    @rule(numbers=st.lists(st.integers(0, MOST_ROWS), max_size=25))
+    @rule(numbers=ids)
     def look_up(self, numbers: list[int]) -> None:
         """A lookup in training: ids as they occur, some of them several times."""
-        ids = torch.tensor([number % self.n_rows for number in numbers], dtype=torch.int64)
-        cache = self.store.ensure_cache(len(ids))
-        self.follow_cache()
-        before, rows = self.cached(), set(ids.tolist())
-        self.emb(ids)
-        if cache is None:
+        given, before = self.rows(numbers), cached_rows(self.emb)
+        stats = self.emb.table.cache_stats()
+        assert torch.equal(*(emb(given) for emb in self.twins.both))
+        after, found = cached_rows(self.emb), self.emb.table.cache_stats()
+        wanted = set(given.tolist())
+        if not found.rows or not wanted:
             return
-        after = self.cached()
-        hits = rows & before.keys()
-        evicted = before.keys() - after.keys()
-        overflow = max(0, len(rows) - cache.n_slots)
-        if self.interpreted and self.storage == "host":  # slots of prefetched batches are kept, too
-            overflow = len(rows - after.keys())
-        assert hits <= after.keys()
-        assert not any(after[row] for row in after.keys() - before.keys())  # admitted rows are unchanged
-        assert len(rows & after.keys()) == len(rows) - overflow
-        kept = {row: changed for row, changed in before.items() if row not in evicted}
-        assert kept.items() <= after.items()
-        n_written = sum(before[row] for row in evicted)
-        self.count(len(hits), len(rows) - len(hits), len(evicted), n_written, overflow)
+        assert wanted & before <= after
+        assert found.hits - stats.hits == len(wanted & before)
+        assert found.misses - stats.misses == len(wanted - before)
+        assert found.evictions - stats.evictions == len(before - after)
+        assert found.written - stats.written <= len(before - after)
+        assert found.overflow - stats.overflow == len(wanted - after)
+        # Kernels keep the slots of prefetched batches, too.
+        assert self.by_kernels or len(wanted - after) == max(0, len(wanted) - found.rows)
+
+    @rule(numbers=ids, more=ids)
+    def train(self, numbers: list[int], more: list[int]) -> None:
+        self.twins.step(self.rows(numbers), self.rows(more))
 
     @rule(
-        lists=st.lists(st.lists(st.integers(0, MOST_ROWS), max_size=8), max_size=3), depth=st.integers(0, 2)
+        lists=st.lists(st.lists(st.integers(0, MOST_ROWS), max_size=8), max_size=3), depth=st.integers(1, 3)
     )
     def prefetch(self, lists: list[list[int]], depth: int) -> None:
         """Batches that are admitted ahead of time, then looked up and changed in their order."""
-        prefetcher = RowPrefetch(self.table, depth)
-        batches = [torch.tensor([n % self.n_rows for n in numbers], dtype=torch.int64) for numbers in lists]
-        requests = []
-        for ids in batches:
-            requests.append(prefetcher.check([ids], at_once=True))
-            prefetcher.read(requests[-1])
-            prefetcher.admit(requests[-1], {id(ids): ids})
-        for ids, request in zip(batches, requests, strict=True):
-            prefetcher.begin(request)
-            found = self.emb(ids).detach()
-            expected = self.wanted(ids)[:, : DIM * 4].contiguous() if len(ids) else found
-            assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
-            self.scatter(ids.tolist())
-            prefetcher.finish(request)
-        assert not self.table._prefetched
-        self.follow_cache()
-        stats = self.table.cache_stats()
-        self.counts = {name: getattr(stats, name) for name in COUNTS}
+        batches = [self.rows(numbers) for numbers in lists]
+        lookups = {self.emb: lambda batch: batch}
+        for n, given in enumerate(flatbed.Prefetcher(batches, lookups, depth=depth)):
+            self.twins.step(given)
+            for other in flatbed.Prefetcher(batches, lookups, depth=depth) if n == 1 else ():
+                self.read(other.tolist())  # an evaluation in the middle of an epoch
 
-    @rule(numbers=st.lists(st.integers(0, MOST_ROWS), max_size=12))
-    def scatter(self, numbers: list[int]) -> None:
-        """A step, or write_rows."""
-        rows = self.ids(numbers)
-        records = self.records(len(rows))
-        self.table._row_io.scatter_(rows, records)
-        self.remember(rows, records)
+    @rule(numbers=ids)
+    def read(self, numbers: list[int]) -> None:
+        """Reads leave the cache alone."""
+        given, before = self.rows(numbers), (cached_rows(self.emb), self.emb.table.cache_stats())
+        with torch.no_grad():
+            assert torch.equal(*(emb(given) for emb in self.twins.both))
+        assert torch.equal(*(emb.read_rows(given) for emb in self.twins.both))
+        assert before == (cached_rows(self.emb), self.emb.table.cache_stats())
 
-    @rule(numbers=st.lists(st.integers(0, MOST_ROWS), max_size=25), times=st.integers(1, 3))
-    def train(self, numbers: list[int], times: int) -> None:
-        """Lookups and changes of the same rows."""
-        for _ in range(times):
-            self.look_up(numbers)
-            self.scatter(numbers)
+    # ---- other changes
 
-    @rule(numbers=st.lists(st.integers(0, MOST_ROWS), max_size=12))
-    def weights(self, numbers: list[int]) -> None:
-        rows = self.ids(numbers)
-        values = torch.randn(len(rows), DIM, generator=self.draw)
-        self.table.write_rows(rows, values)
-        assert torch.equal(self.table.read_rows(rows), values)
-        self.remember(rows, self.table._row_io.gather(rows))  # the padding behind a weight may change
+    @rule(numbers=ids, seed=st.integers(0, 9))
+    def write_rows(self, numbers: list[int], seed: int) -> None:
+        given = self.rows(numbers)
+        values = torch.randn(len(given), DIM, generator=torch.Generator().manual_seed(seed))
+        for emb in self.twins.both:
+            emb.write_rows(given, values)
 
-    @rule(numbers=st.lists(st.integers(0, MOST_ROWS), max_size=12), short=st.booleans())
-    def gather(self, numbers: list[int], short: bool) -> None:
-        rows = self.ids(numbers)[torch.randperm(len(self.ids(numbers)), generator=self.draw)]
-        nbytes = DIM * 4 if short else self.nbytes
-        found = self.table._row_io.gather(rows, nbytes)
-        assert found.shape == (len(rows), nbytes)
-        if len(rows):
-            assert torch.equal(found, self.wanted(rows)[:, :nbytes])
+    @rule(numbers=ids)
+    def write_between_backward_and_step(self, numbers: list[int]) -> None:
+        given = self.rows(numbers)
+        for emb, optimizer in zip(self.twins.both, self.twins.optimizers, strict=True):
+            emb(given).sin().sum().backward()
+            emb.write_rows(given[::2], torch.ones(len(given[::2]), DIM))
+            emb(given[:3])
+            optimizer.step()
+            optimizer.zero_grad()
 
     @rule()
-    def flush(self) -> None:
-        self.store.flush()
-        assert not any(self.cached().values())
-        self.check_storage()
+    @precondition(lambda self: self.storage != "disk")
+    def write_by_views(self) -> None:
+        views = [emb.weight for emb in self.twins.both]
+        for view in views:
+            view[1:9] *= 2
+        self.twins.step(self.rows([2, 3, 8]))  # a view may be held over steps
+        for view in views:
+            view[-1] += 1
 
     @rule()
-    def drop(self) -> None:
-        self.store.flush(drop=True)
-        assert not self.cached()
-        self.check_storage()
+    def load_state_dict(self) -> None:
+        weight = torch.arange(self.n_rows * DIM * 1.0).view(-1, DIM)
+        for emb in self.twins.both:
+            emb.load_state_dict({"weight": weight})
 
-    def check_storage(self) -> None:
-        every = torch.arange(self.n_rows)
-        assert torch.equal(self.store.ensure_layout().gather(every), self.wanted(every))
+    @rule(with_state=st.booleans())
+    def save_and_load(self, with_state: bool) -> None:
+        for emb in self.twins.both:
+            saved = emb.table if with_state else flatbed.Embedding(self.n_rows, DIM, seed=2).table
+            saved.save(self.folder / "saved.safetensors")
+            emb.write_rows([0], torch.zeros(1, DIM))
+            emb.table.load(self.folder / "saved.safetensors")
 
-    @rule(n_slots=st.integers(0, 24), policy=st.sampled_from(["lru", "lfu", None]))
-    def another_cache(self, n_slots: int, policy: str | None) -> None:
-        self.table.set_cache(n_slots, policy=policy)
-        assert self.cache is None
-        self.check_storage()
+    @rule(copied=st.booleans())
+    def return_to_a_checkpoint(self, copied: bool) -> None:
+        given = self.rows([*range(MOST_ROWS)])
+        for n, (emb, optimizer) in enumerate(zip(self.twins.both, self.twins.optimizers, strict=True)):
+            flatbed.save_checkpoint(self.folder / f"{n}", emb, optimizer, copy_disk_tables=copied)
+        self.twins.step(given)
+        for n, (emb, optimizer) in enumerate(zip(self.twins.both, self.twins.optimizers, strict=True)):
+            flatbed.load_checkpoint(self.folder / f"{n}", emb, optimizer)
+
+    @rule(dropped=st.booleans())
+    def give_to_another_optimizer(self, dropped: bool) -> None:
+        for emb in self.twins.both if dropped else ():
+            emb.table.drop_state()
+        self.twins.optimizers = [flatbed.optim.Adam(emb, lr=0.1) for emb in self.twins.both]
 
     @rule(more=st.integers(1, 5))
     @precondition(lambda self: self.n_rows < MOST_ROWS - 5)
     def resize(self, more: int) -> None:
-        for row in range(self.n_rows, self.n_rows + more):
-            self.expected[row] = torch.zeros(self.nbytes, dtype=torch.uint8)
-        self.table.resize(self.n_rows)
-        assert self.cache is None
-        self.check_storage()
+        for emb, n_rows in [(emb, self.n_rows + more) for emb in self.twins.both]:
+            emb.table.resize(n_rows)
+
+    @rule(n_slots=st.integers(0, 40), policy=st.sampled_from(["lru", "lfu", None]), by_bytes=st.booleans())
+    def another_cache(self, n_slots: int, policy: str | None, by_bytes: bool) -> None:
+        table = self.emb.table
+        nbytes = n_slots * (table.nbytes // self.n_rows)
+        table.set_cache(**({"cache_bytes": nbytes} if by_bytes else {"cache_rows": n_slots}), policy=policy)
+        self.emb(self.rows([1]))
+        assert table.cache_stats().rows == min(n_slots, self.n_rows)
 
     @rule(numbers=st.lists(st.integers(0, MOST_ROWS), min_size=1, max_size=20))
     def warm(self, numbers: list[int]) -> None:
-        ids = torch.tensor([number % self.n_rows for number in numbers])
-        self.store.ensure_cache(len(ids))
-        self.follow_cache()
-        before = self.cached()
-        self.table.warm(ids)
-        if self.cache is None:
-            return
-        rows, times = torch.unique(ids, return_counts=True)
-        chosen = set(rows[times.argsort(descending=True, stable=True)][: self.cache.n_slots].tolist())
-        after = self.cached()
-        gone = before.keys() - after.keys()
-        overflow = len(chosen - after.keys())
-        assert overflow == 0 or self.interpreted  # slots of prefetched batches are kept
-        hits = len(chosen & before.keys())
-        changes = (hits, len(chosen) - hits, len(gone), sum(before[row] for row in gone), overflow)
-        self.count(*changes)
+        given = self.rows(numbers)
+        self.emb.table.warm(given)
+        n_slots = self.emb.table.cache_stats().rows
+        rows, times = torch.unique(given, return_counts=True)
+        chosen = set(rows[times.argsort(descending=True, stable=True)][:n_slots].tolist())
+        assert self.by_kernels or chosen <= cached_rows(self.emb)
 
     # ---- invariants
 
     @invariant()
+    def every_row_is_what_it_should_be(self) -> None:
+        if hasattr(self, "twins"):
+            self.twins.check()
+
+    @invariant()
     def maps_are_inverse(self) -> None:
         """`slot_of_row` and `row_of_slot` are inverse to each other, and free slots are clean."""
-        if not hasattr(self, "table") or self.cache is None:
+        if not hasattr(self, "twins") or self.index is None:
             return
-        assert hasattr(self.cache, "writer") != (self.interpreted and self.storage == "host")
-        index = self.cache.index
-        slots = (index.row_of_slot >= 0).nonzero().flatten()
-        assert torch.equal(index.slot_of_row[index.row_of_slot[slots]].long(), slots)
-        rows = (index.slot_of_row >= 0).nonzero().flatten()
-        assert torch.equal(index.row_of_slot[index.slot_of_row[rows].long()], rows)
-        assert len(rows) == len(slots)
-        assert not index.dirty[index.row_of_slot < 0].any()
-        assert len(index.slot_of_row) == self.n_rows
-        assert index.direct == (self.cache.n_slots == self.n_rows)
-
-    @invariant()
-    def every_row_is_what_it_should_be(self) -> None:
-        if not hasattr(self, "table"):
-            return
-        if hasattr(self.cache, "writer"):  # the host decides
-            self.cache.writer.finish()
-        stored = self.store.ensure_layout().gather(torch.arange(self.n_rows))
-        for row, expected in self.expected.items():
-            slot = -1 if self.cache is None else int(self.cache.index.slot_of_row[row])
-            record = stored[row] if slot < 0 else self.cache.records[slot]
-            assert torch.equal(record, expected), row
-            if slot >= 0 and not self.cache.index.dirty[slot]:
-                assert torch.equal(stored[row], expected), row
-
-    @invariant()
-    def counts_add_up(self) -> None:
-        if not hasattr(self, "table") or self.cache is None or self.cache is not self.counted:
-            return
-        stats = self.table.cache_stats()
-        assert {name: getattr(stats, name) for name in COUNTS} == self.counts
-        assert stats.rows == self.cache.n_slots
-        assert stats.bytes_read == (stats.misses - stats.overflow) * self.nbytes
-        assert stats.bytes_written == stats.written * self.nbytes
-        total = stats.hits + stats.misses
-        assert stats.hit_rate == (stats.hits / total if total else 0.0)
+        row_of_slot, slot_of_row = self.index.row_of_slot, self.index.slot_of_row
+        slots, rows = ((a >= 0).nonzero().flatten() for a in (row_of_slot, slot_of_row))
+        assert torch.equal(slot_of_row[row_of_slot[slots]].long(), slots)
+        assert torch.equal(row_of_slot[slot_of_row[rows].long()], rows)
+        assert not self.index.dirty[row_of_slot < 0].any()
+        stats, nbytes = self.emb.table.cache_stats(), self.emb.table.nbytes // self.n_rows
+        assert stats.bytes_read == (stats.misses - stats.overflow) * nbytes
+        assert stats.bytes_written == stats.written * nbytes
+        assert stats.hit_rate == stats.hits / max(1, stats.hits + stats.misses)
 
 
 class OnDisk(CacheMachine):
-    """A table on disk."""
+    """Tables on disk."""
 
     storage = "disk"
 
     @rule()
     def checkpoint(self) -> None:
-        self.table.checkpoint()
-        assert self.store.unsaved_rows == 0
-        assert not any(self.cached().values())
+        self.emb.table.checkpoint()
+        assert self.index is None or not self.index.dirty.any()
 
 
 class ByKernels(CacheMachine):
-    """A table on the host whose cache is driven by kernels."""
+    """Tables on the host whose caches are driven by kernels."""
 
-    interpreted = True
+    by_kernels = True
+    device = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-TestHostMemory = CacheMachine.TestCase
-TestHostMemory.settings = settings(max_examples=120, stateful_step_count=30, deadline=None)
-TestDisk = OnDisk.TestCase
-TestDisk.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
-TestKernels = pytest.mark.skipif(torch.cuda.is_available(), reason="without the interpreter")(
-    ByKernels.TestCase
-)
-TestKernels.settings = settings(max_examples=10, stateful_step_count=12, deadline=None)
+OPERATIONS: dict[str, Callable[[Any], object]] = {
+    "prefetch": lambda machine: machine.prefetch([[1, 9], [9, 2, 2], []], 2),
+    "write_rows": lambda machine: machine.write_rows([8, 12, 8], 1),
+    "write between": lambda machine: machine.write_between_backward_and_step([8, 12, 1, 8]),
+    "write_by_views": lambda machine: machine.write_by_views(),
+    "load_state_dict": lambda machine: machine.load_state_dict(),
+    "save": lambda machine: machine.save_and_load(True),
+    "load without state": lambda machine: machine.save_and_load(False),
+    "checkpoint": lambda machine: machine.return_to_a_checkpoint(False),
+    "copied checkpoint": lambda machine: machine.return_to_a_checkpoint(True),
+    "another optimizer": lambda machine: machine.give_to_another_optimizer(False),
+    "drop_state": lambda machine: machine.give_to_another_optimizer(True),
+    "resize": lambda machine: machine.resize(5),
+    "another_cache": lambda machine: machine.another_cache(2, "lru", False),
+    "no cache": lambda machine: machine.another_cache(0, None, True),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("kind", [CacheMachine, OnDisk])
+def test_each_operation(name: str, kind: type[CacheMachine]) -> None:
+    if kind.storage == "disk" and name == "write_by_views":
+        return
+    machine = kind()
+    machine.begin(20, 6, "lfu")
+    for operation in (lambda _: None, OPERATIONS[name]):
+        operation(machine)
+        machine.every_row_is_what_it_should_be()
+        machine.train([1, 2, 3], [3, 4])
+        machine.train([5, 1, 19], [8, 8])
+    machine.every_row_is_what_it_should_be()
+    machine.teardown()
+
+
+def run(machine: type[CacheMachine], max_examples: int, n_steps: int) -> None:
+    limits = settings(max_examples=max_examples, stateful_step_count=n_steps, deadline=None)
+    run_state_machine_as_test(machine, settings=limits)
+
+
+def test_host_memory() -> None:
+    run(CacheMachine, 40, 25)
+
+
+def test_disk() -> None:
+    run(OnDisk, 25, 25)
+
+
+@pytest.mark.parametrize("where", ["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_kernels(where: str) -> None:
+    if where == "interpreter" and torch.cuda.is_available():
+        pytest.skip("the GPU runs the same test")
+    run(ByKernels, 6, 15)

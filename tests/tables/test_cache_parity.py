@@ -6,7 +6,6 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +19,7 @@ import flatbed.optim
 from flatbed.data import Prefetcher
 from flatbed.tables.cache import write_behind
 from flatbed.tables.cache.base import CacheStats
-from tests.tables.tables import ALL_CASES, BY_NAME, DEVICES, cached_rows, everything
+from tests.tables.tables import ALL_CASES, BY_NAME, DEVICES, Twins, assert_equal, everything, storage_options
 
 N_ROWS = 40
 PADDING = 2
@@ -38,17 +37,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:divide by zero encountered in lo
 PER_ROW = ("adam", "adamw-amsgrad", "nadam", "radam-unrectified", "adagrad-decay", "sparseadam")
 
 
-def _rules() -> dict[str, Callable[..., Any]]:
-    made: dict[str, Callable[..., Any]] = {case.name: case.ours for case in ALL_CASES}
-    for case in [BY_NAME[name] for name in PER_ROW]:
-        made[f"{case.name}-per-row"] = lambda params, case=case, **more: case.ours(
-            params, per_row_steps=True, **more
-        )
-    made["from-torch"] = lambda params, **more: flatbed.optim.from_torch(torch.optim.Rprop, params, **more)
-    return made
-
-
-RULES = _rules()
+RULES: dict[str, Callable[..., Any]] = {
+    **{case.name: case.ours for case in ALL_CASES},
+    **{f"{name}-per-row": partial(BY_NAME[name].ours, per_row_steps=True) for name in PER_ROW},
+    "from-torch": partial(flatbed.optim.from_torch, torch.optim.Rprop),
+}
 
 
 def _rules_by_record() -> list[str]:
@@ -73,7 +66,6 @@ FACTORS: dict[str, list[Any]] = {
     "padding": [None, PADDING],
     "max_norm": [None, 0.05],
     "n_passes": [1, 3],  # backward passes per step
-    "around": [False, True],  # whether rows are read and written in between
 }
 
 
@@ -115,12 +107,12 @@ def batches(n: int, draw: torch.Generator, *, small: bool = False) -> list[dict[
 def embedding(training: Training, n_slots: int, device: str, folder: Path) -> Any:
     draw = torch.Generator().manual_seed(1)
     weight = torch.randn(N_ROWS, training.dim, generator=draw).to(DTYPES[training.dtype])
-    path = folder / f"table-{len(list(folder.iterdir()))}" if training.storage == "disk" else None
-    options: dict[str, Any] = {"storage": training.storage, "path": path, "device": device}
+    options = storage_options(training.storage, folder, f"table-{len(list(folder.iterdir()))}")
     options |= {"cache_rows": n_slots, "cache_policy": training.policy, "padding_idx": training.padding}
     if training.module == "bag":
-        return flatbed.EmbeddingBag.from_pretrained(weight, freeze=False, mode="sum", **options)
-    return flatbed.Embedding.from_pretrained(weight, freeze=False, **options)
+        options["mode"] = "sum"
+    kind: Any = flatbed.EmbeddingBag if training.module == "bag" else flatbed.Embedding
+    return kind.from_pretrained(weight, freeze=False, device=device, **options)
 
 
 def handed_out(given: list[dict[str, Any]], emb: Any, depth: int, device: str) -> Iterator[dict[str, Any]]:
@@ -142,16 +134,6 @@ class Result:
     scalars: dict[str, float]
     stats: CacheStats
 
-    def check(self, other: Result) -> None:
-        assert len(self.outputs) == len(other.outputs)
-        for number, (one, two) in enumerate(zip(self.outputs, other.outputs, strict=True)):
-            assert torch.equal(one, two), f"output {number}"
-        assert torch.equal(self.weight, other.weight)
-        assert self.state.keys() == other.state.keys()
-        for name, value in self.state.items():
-            assert torch.equal(value, other.state[name]), name
-        assert self.scalars == other.scalars
-
 
 def trained(
     training: Training, n_slots: int, depth: int, device: str, folder: Path, *, steps: int = STEPS
@@ -167,8 +149,6 @@ def trained(
         outputs += [one.detach().cpu().clone() for one in found]
         grads = [torch.randn(one.shape, generator=draw).to(one) for one in found]
         torch.autograd.backward(found, grads)
-        if training.around:
-            outputs += between(emb, number, draw, storage=training.storage)
         if number % training.n_passes == 0:
             optimizer.step()
             optimizer.zero_grad()
@@ -178,29 +158,15 @@ def trained(
     return result
 
 
-def between(emb: Any, number: int, draw: torch.Generator, *, storage: str) -> list[Tensor]:
-    """Other reads and writes of rows that have gradients."""
-    rows = often(9, draw)
-    values = torch.randn(9, emb.embedding_dim, generator=draw)
-    emb.write_rows(rows, values)
-    found = [emb.read_rows(rows).cpu()]
-    with torch.no_grad():
-        found.append(emb.eval()(rows.view(3, 3)).cpu())
-        emb.train()
-        found.append(emb(often(6, draw).view(2, 3)).cpu())
-        if storage == "host" and number % 2:
-            emb.weight[3:6] *= 0.5
-            found.append(emb.weight.detach().clone())
-    if number % 3 == 0:
-        found += [value.cpu() for value in everything(emb)[1].values()]
-    return found
-
-
 def check(training: Training, device: str, folder: Path, *, steps: int = STEPS) -> None:
     expected = trained(training, 0, 0, device, folder, steps=steps)
     n_slots = SIZES[training.size]
     found = trained(training, n_slots, training.depth, device, folder, steps=steps)
-    found.check(expected)
+    for number, (one, two) in enumerate(zip(found.outputs, expected.outputs, strict=True)):
+        assert torch.equal(one, two), f"output {number}"
+    assert torch.equal(found.weight, expected.weight)
+    assert_equal(found.state, expected.state)
+    assert found.scalars == expected.scalars
     assert expected.stats.rows == expected.stats.misses == 0
     assert found.stats.rows == min(n_slots, N_ROWS)
     assert found.stats.misses > 0
@@ -219,14 +185,14 @@ def like(**changes: Any) -> Training:
 
 FEW = [
     like(size="smaller", padding=PADDING, n_passes=2, depth=1),
-    like(size="smaller", policy="lfu", rule="rowwise", dim=3, around=True),
+    like(size="smaller", policy="lfu", rule="rowwise", dim=3),
     like(size="between", dim=130, rule="sgd-momentum", max_norm=0.05, depth=2),
-    like(size="between", module="bag", padding=PADDING, rule="adagrad", policy="lfu", around=True),
+    like(size="between", module="bag", padding=PADDING, rule="adagrad", policy="lfu"),
     like(size="larger", rule="adam-per-row", dtype="bf16", dim=5),
-    like(size="larger", dtype="fp64", rule="sparseadam", dim=1, n_passes=2, around=True, depth=3),
+    like(size="larger", dtype="fp64", rule="sparseadam", dim=1, n_passes=2, depth=3),
     like(size="smaller", storage="disk", rule="nadam", n_passes=2, depth=1),
-    like(size="between", storage="disk", policy="lfu", around=True, padding=PADDING, depth=3),
-    like(size="between", rule="from-torch", around=True),
+    like(size="between", storage="disk", policy="lfu", padding=PADDING, depth=3),
+    like(size="between", rule="from-torch"),
 ]
 
 
@@ -266,180 +232,7 @@ def test_ids_changed_in_place_are_not_taken_for_the_prefetched_ones(kernel_devic
         assert torch.equal(emb(ids).detach(), expected.expand(4, -1))
 
 
-@pytest.mark.parametrize("storage", ["host", "disk"])
-def test_second_loader_over_the_same_table(storage: str, where: str, tmp_path: Path) -> None:
-    """Validation with a prefetcher in the middle of an epoch."""
-    given = batches(4, torch.Generator().manual_seed(8), small=True)
-    others = batches(2, torch.Generator().manual_seed(9), small=True)
-    results = []
-    for n_slots, depth in ((0, 0), (20, 2)):
-        emb = embedding(like(storage=storage, dim=3), n_slots, where, tmp_path)
-        optimizer, outputs = flatbed.optim.Adam(emb, lr=0.1), []
-        for number, batch in enumerate(handed_out(given, emb, depth, where)):
-            found = [emb(batch[name]) for name in ("first", "second")]
-            if number % 2:
-                with torch.no_grad():
-                    for other in handed_out(others, emb, depth, where):
-                        outputs += [emb(other[name]).cpu() for name in ("first", "second")]
-            outputs += [one.detach().cpu() for one in found]
-            torch.autograd.backward([one.sin().sum() for one in found])
-            optimizer.step()
-            optimizer.zero_grad()
-        results.append(Result(outputs, *everything(emb), emb.table.scalars(), emb.table.cache_stats()))
-    results[1].check(results[0])
-
-
 # ---- operations between steps
-
-
-def step(emb: Any, optimizer: Any, *lookups: Any) -> None:
-    """Backward passes, one after the other, and then the step."""
-    for ids in lookups:
-        emb(ids).sin().sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-class Twins:
-    """A table with a cache and one without, trained alike."""
-
-    ROWS, DIM = 30, 3
-
-    def __init__(self, storage: str, folder: Path, n_slots: int = 6, **options: Any) -> None:
-        self.paths = [folder / name if storage == "disk" else None for name in ("cached.bed", "plain.bed")]
-        self.both: list[Any] = [
-            flatbed.Embedding(
-                self.ROWS, self.DIM, storage=storage, path=path, seed=1, cache_rows=n, **options
-            )
-            for path, n in zip(self.paths, (n_slots, 0), strict=True)
-        ]
-        self.optimizers = [flatbed.optim.Adam(emb, lr=0.1) for emb in self.both]
-
-    @property
-    def cached(self) -> Any:
-        return self.both[0]
-
-    def step(self, *lookups: Any) -> None:
-        for emb, optimizer in zip(self.both, self.optimizers, strict=True):
-            step(emb, optimizer, *lookups)
-
-    def train(self) -> Twins:
-        self.step([1, 2, 3], [3, 4])
-        self.step([5, 1, 29])
-        self.step([1, 2, 8, 8])
-        return self
-
-    def check(self) -> None:
-        (weight, state), (wanted, wanted_state) = (everything(emb) for emb in self.both)
-        assert torch.equal(weight, wanted)
-        assert state.keys() == wanted_state.keys()
-        assert all(torch.equal(value, wanted_state[name]) for name, value in state.items())
-        assert self.both[0].table.scalars() == self.both[1].table.scalars()
-
-
-def assign_rows(emb: Any, optimizer: Any, folder: Path) -> None:
-    view = emb.weight
-    view[1:9] *= 2
-    step(emb, optimizer, [2, 3, 8])  # a view may be held over steps
-    view[8] += 1
-
-
-def drop_state(emb: Any, optimizer: Any, folder: Path) -> Any:
-    emb.table.drop_state()
-    return flatbed.optim.SGD(emb, lr=0.1, momentum=0.9)
-
-
-def load(emb: Any, with_state: bool, folder: Path) -> None:
-    other = flatbed.Embedding(Twins.ROWS, Twins.DIM, seed=2)
-    optimizer = flatbed.optim.Adam(other, lr=0.2)
-    if with_state:
-        step(other, optimizer, [1, 2], [8])
-    other.table.save(folder / "other.safetensors")
-    emb.table.load(folder / "other.safetensors")
-    assert torch.equal(everything(emb)[0], everything(other)[0])
-
-
-def go_back(emb: Any, optimizer: Any, folder: Path, *, copied: bool) -> None:
-    """Return to a checkpoint from changed rows."""
-    saved = folder / f"saved-{emb.table.cache_stats().rows}"
-    flatbed.save_checkpoint(saved, emb, optimizer, copy_disk_tables=copied)
-    expected = everything(emb)[0]
-    step(emb, optimizer, range(Twins.ROWS))
-    flatbed.load_checkpoint(saved, emb, optimizer)
-    assert torch.equal(everything(emb)[0], expected)
-
-
-OPERATIONS: dict[str, Callable[[Any, Any, Path], Any]] = {
-    "write_rows": lambda emb, *_: emb.write_rows([8, 20, 8], torch.arange(9.0).view(3, 3)),
-    "load_state_dict": lambda emb, *_: emb.load_state_dict({"weight": torch.arange(90.0).view(30, 3)}),
-    "weight": assign_rows,
-    "drop_state": drop_state,
-    "same optimizer": lambda emb, *_: flatbed.optim.Adam(emb, lr=0.1),
-    "load": lambda emb, _, folder: load(emb, True, folder),
-    "load without state": lambda emb, _, folder: load(emb, False, folder),
-    "resize": lambda emb, *_: (emb.table.resize(Twins.ROWS + 7), emb(torch.tensor([Twins.ROWS + 6])), None)[
-        2
-    ],
-    "checkpoint": partial(go_back, copied=False),
-    "copied checkpoint": partial(go_back, copied=True),
-}
-
-
-def check_operation(name: str, twins: Twins, folder: Path) -> None:
-    twins.train()
-    for i, emb in enumerate(twins.both):
-        made = OPERATIONS[name](emb, twins.optimizers[i], folder)
-        if isinstance(made, torch.optim.Optimizer):
-            twins.optimizers[i] = made
-    twins.check()
-    twins.train().check()
-    for emb in twins.both:
-        emb.table.close(discard=True)
-
-
-@pytest.mark.parametrize(
-    ("name", "storage"),
-    [*product([name for name in OPERATIONS if name != "weight"], ["host", "disk"]), ("weight", "host")],
-)
-def test_operations(name: str, storage: str, tmp_path: Path) -> None:
-    check_operation(name, Twins(storage, tmp_path), tmp_path)
-
-
-@pytest.mark.parametrize("name", ["weight", "checkpoint"])
-def test_operations_by_kernels(name: str, kernel_device: str, tmp_path: Path) -> None:
-    check_operation(name, Twins("host", tmp_path, device=kernel_device), tmp_path)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("storage", ["host", "disk"])
-def test_another_size_of_cache(storage: str, device: str, tmp_path: Path) -> None:
-    twins = Twins(storage, tmp_path, device=device).train()
-    nbytes = twins.cached.table.nbytes // Twins.ROWS
-    for options, n_slots in (
-        ({"cache_rows": 2, "policy": "lru"}, 2),
-        ({"cache_bytes": 5 * nbytes + 1}, 5),
-        ({"cache_rows": 1000}, Twins.ROWS),
-        ({"cache_rows": 0}, 0),
-        ({"cache_bytes": 0}, 0),
-    ):
-        twins.cached.table.set_cache(**options)
-        twins.check()
-        twins.step([1, 2, 3], [9, 8])
-        twins.check()
-        assert twins.cached.table.cache_stats().rows == n_slots
-
-
-@pytest.mark.parametrize("storage", ["host", "disk"])
-def test_lookups_without_gradient_leave_the_cache_alone(storage: str, where: str, tmp_path: Path) -> None:
-    twins = Twins(storage, tmp_path, 4, device=where).train()
-    before, rows = twins.cached.table.cache_stats(), cached_rows(twins.cached)
-    ids = torch.arange(Twins.ROWS).view(5, 6)
-    with torch.no_grad():
-        assert torch.equal(*(emb(ids) for emb in twins.both))
-    twins.cached.read_rows(ids)
-    twins.cached.table.read_state("exp_avg", ids)
-    assert twins.cached.table.cache_stats() == before
-    assert cached_rows(twins.cached) == rows
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -453,7 +246,7 @@ def test_other_threads_read_and_write(
     draw = torch.Generator().manual_seed(n_slots)
     for number in range(30):
         n = int(torch.randint(1, 12, (), generator=draw))
-        twins.step((torch.randn(n, generator=draw).abs() * Twins.ROWS / 4).long().clamp(max=Twins.ROWS - 1))
+        twins.step((torch.randn(n, generator=draw).abs() * 30 / 4).long().clamp(max=29))
         if number % 11 == 10:
             twins.cached.table.checkpoint()
     assert twins.cached.table.cache_stats().evictions > 0
@@ -471,19 +264,9 @@ def test_discarded_rows_are_dropped_from_the_cache(tmp_path: Path) -> None:
     twins.step([12, 13])
     twins.cached.table.close(discard=True)
     twins.cached.table.close()
-    again = flatbed.Embedding.from_table(flatbed.load_table(twins.paths[0]))
+    again = flatbed.Embedding.from_table(flatbed.load_table(tmp_path / "cached.bed"))
     assert torch.equal(everything(again)[0], before)
     again.table.close()
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("storage", ["host", "disk"])
-def test_saving(storage: str, device: str, tmp_path: Path) -> None:
-    twins = Twins(storage, tmp_path, device=device).train()
-    assert torch.equal(*(emb.state_dict()["weight"] for emb in twins.both))
-    twins.cached.table.save(tmp_path / "saved.safetensors")
-    twins.both[0] = flatbed.Embedding.from_table(flatbed.load_table(tmp_path / "saved.safetensors"))
-    twins.check()
 
 
 @pytest.mark.gpu

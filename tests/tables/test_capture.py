@@ -14,7 +14,9 @@ from torch import Tensor, nn
 import flatbed
 from flatbed import FlatbedError
 from flatbed.cuda.streams import stream_for
+from tests.tables.tables import storage_options
 
+pytestmark = pytest.mark.gpu
 N_ROWS, DIM, N_IDS, N_STEPS = 300, 8, 96, 12
 SIZES = [0, 40, 150, 1000]  # of caches: none, smaller than a batch, smaller than the table, larger
 
@@ -24,11 +26,11 @@ class Model(nn.Module):
         super().__init__()
         torch.manual_seed(0)
 
+        if folder is not None:
+            folder.mkdir(exist_ok=True)
+
         def options(name: str) -> dict[str, Any]:
-            where: dict[str, Any] = {}
-            if folder is not None:
-                folder.mkdir(exist_ok=True)
-                where = {"storage": "disk", "path": folder / name}
+            where = storage_options("host" if folder is None else "disk", folder, name)
             return {"device": "cuda", "cache_rows": cache_rows, "cache_policy": policy, **where}
 
         self.items = flatbed.Embedding(N_ROWS, DIM, padding_idx=3, seed=1, **options("items"))
@@ -130,8 +132,23 @@ def adam(model: Model) -> Any:
     return flatbed.optim.Adam(model, lr=0.05)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("how", [replayed, beside_a_prefetcher])
+def with_eager_steps(model: Model, optimizer: Any) -> None:
+    """Eager steps and lookups between replays."""
+    given = [ids.cuda() for ids in batches()]
+    static = given[0].clone()
+    step(model, optimizer, given[0])
+    graph = captured(model, optimizer, static)
+    for n, ids in enumerate(given[1:]):
+        if n % 3 == 0:
+            step(model, optimizer, ids)
+        else:
+            static.copy_(ids)
+            graph.replay()
+        with torch.no_grad():
+            model(ids.flip(0))
+
+
+@pytest.mark.parametrize("how", [replayed, beside_a_prefetcher, with_eager_steps])
 @pytest.mark.parametrize("cache_rows", SIZES)
 def test_replays_are_steps(cache_rows: int, how: Callable[..., None]) -> None:
     assert_equal(trained(cache_rows, how, adam), trained(0, eagerly, adam))
@@ -145,63 +162,39 @@ RULES: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("rule", RULES)
 def test_replays_under_other_rules(rule: str) -> None:
     assert_equal(trained(150, replayed, RULES[rule], policy="lru"), trained(0, eagerly, RULES[rule]))
 
 
-@pytest.mark.gpu
 def test_ids_in_pinned_memory() -> None:
     """Every replay reads them again."""
 
-    def from_the_host(model: Model, optimizer: Any) -> None:
-        given = batches()
-        static = given[0].pin_memory()
-        for ids in given[:3]:
-            step(model, optimizer, ids)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            step_apart(model, optimizer, static)
-        for ids in given[3:]:
-            static.copy_(ids)
-            graph.replay()
-            torch.cuda.synchronize()
-
-    def step_apart(model: Model, optimizer: Any, ids: Tensor) -> None:
-        loss = model.top(model.items(ids) + model.users(ids)).square().mean()
-        loss.backward()
+    def step(model: Model, optimizer: Any, ids: Tensor) -> None:
+        model.top(model.items(ids) + model.users(ids)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
 
-    def reference(model: Model, optimizer: Any) -> None:
+    def train(model: Model, optimizer: Any, *, replays: bool) -> None:
         given = batches()
-        for n, ids in enumerate(given):
-            (step if n < 3 else step_apart)(model, optimizer, ids)
-
-    assert_equal(trained(150, from_the_host, adam), trained(0, reference, adam))
-
-
-@pytest.mark.gpu
-def test_eager_steps_between_replays() -> None:
-    def mixed(model: Model, optimizer: Any) -> None:
-        given = [ids.cuda() for ids in batches()]
-        static = given[0].clone()
-        step(model, optimizer, given[0])
-        graph = captured(model, optimizer, static)
-        for n, ids in enumerate(given[1:]):
-            if n % 3 == 0:
-                step(model, optimizer, ids)
-            else:
+        for ids in given[:3]:
+            step(model, optimizer, ids)
+        static, graph = given[0].pin_memory(), torch.cuda.CUDAGraph()
+        if replays:
+            with torch.cuda.graph(graph):
+                step(model, optimizer, static)
+        for ids in given[3:]:
+            if replays:
                 static.copy_(ids)
                 graph.replay()
-            with torch.no_grad():
-                model(ids.flip(0))
+                torch.cuda.synchronize()
+            else:
+                step(model, optimizer, ids)
 
-    assert_equal(trained(150, mixed, adam), trained(0, eagerly, adam))
+    results = [trained(n, partial(train, replays=n > 0), adam) for n in (150, 0)]
+    assert_equal(*results)
 
 
-@pytest.mark.gpu
 def test_bad_ids_in_a_replay_raise_later() -> None:
     model = Model(150)
     optimizer = adam(model)
@@ -221,7 +214,6 @@ def test_bad_ids_in_a_replay_raise_later() -> None:
         model.state_dict()
 
 
-@pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 def test_lookups_that_cannot_be_captured(tmp_path: Any) -> None:
     disk = flatbed.Embedding(N_ROWS, DIM, device="cuda", storage="disk", path=tmp_path / "a.bed")
@@ -244,7 +236,6 @@ def test_lookups_that_cannot_be_captured(tmp_path: Any) -> None:
     optimizer.step()
 
 
-@pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 def test_gradients_from_outside_of_a_graph_raise_in_it() -> None:
     model = Model(150)
@@ -285,7 +276,6 @@ def with_delays(model: Model, optimizer: Any, *, depth: int, n_passes: int = 1) 
                     model(other)
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("storage", ["host", "disk"])
 @pytest.mark.parametrize("cache_rows", [None, 40, 150, 320])
 @pytest.mark.parametrize(("depth", "n_passes"), [(1, 1), (2, 3), (4, 1)])

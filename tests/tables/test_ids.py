@@ -1,8 +1,9 @@
-"""Ids of every kind, and wrong ids, which change nothing."""
+"""Ids of every kind and memory layout, and wrong ids, which change nothing."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -10,88 +11,127 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import flatbed
-from tests.tables.tables import STORAGES, dense_grad
+from tests.tables.tables import STORAGES, dense_grad, storage_options
 
-ROWS, DIM = 50, 6
+ROWS, DIM = 50, 6  # a record of 6 floats is padded
+IDS = torch.tensor([[3, 1, 49, 7], [0, 3, 3, 8], [1, 1, 2, 2]])
 TORCH = [torch.int8, torch.int16, torch.int32, torch.int64]
 TORCH += [torch.uint8, torch.uint16, torch.uint32, torch.uint64]
 NUMPY = ("i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", ">i2", ">i4", ">i8", ">u2", ">u4", ">u8")
 
 
-def both() -> tuple[flatbed.Embedding, nn.Embedding]:
-    """The same weights, ours and torch's."""
-    theirs = nn.Embedding(ROWS, DIM)
-    return flatbed.Embedding.from_pretrained(theirs.weight.detach(), freeze=False), theirs
+def read_only(ids: Tensor) -> np.ndarray[Any, Any]:
+    found = ids.cpu().numpy().copy()
+    found.flags.writeable = False
+    return found
 
 
-@pytest.mark.parametrize("shape", [(), (0,), (1,), (7,), (0, 3), (3, 0), (2, 3), (2, 3, 4), (1, 1, 1, 2)])
-def test_any_shape(shape: tuple[int, ...]) -> None:
-    ours, theirs = both()
-    ids = torch.randint(ROWS, shape)
-    expected = theirs(ids)
-    for given in (ids, ids.numpy(), ids.tolist() if 0 not in shape[:-1] else ids):
-        found = ours(given)
-        assert found.shape == expected.shape
-        assert torch.equal(found, expected)
-    (found * found).sum().backward()
-    (expected * expected).sum().backward()
-    assert torch.equal(dense_grad(ours.table), theirs.weight.grad)
+def apart(values: Tensor) -> Tensor:
+    """The same values with a distance between all elements."""
+    return torch.stack([values, values + 1], -1)[..., 0]
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Any]] = {
+    "strided": apart,
+    "strided int32": lambda ids: apart(ids.int()),
+    "offset": lambda ids: ids.flatten()[1:],  # no multiple of 16 bytes
+    "expanded": lambda ids: ids[0, 1:2].expand(5),
+    "expanded matrix": lambda ids: ids[0, :, None].expand(-1, 3),
+    "transposed": lambda ids: ids.T,
+    "empty and strided": lambda ids: apart(ids)[:0, 0],
+    "reversed numpy": lambda ids: ids.cpu().numpy()[::-1, ::2],
+    "fortran": lambda ids: np.asfortranarray(ids.cpu().numpy()),
+    "read-only": read_only,
+}
+KINDS: dict[str, Callable[[Tensor], Any]] = {
+    **{str(dtype): lambda ids, dtype=dtype: ids.to(dtype) for dtype in TORCH},
+    **{dtype: lambda ids, dtype=dtype: ids.cpu().numpy().astype(dtype) for dtype in NUMPY},
+    **{
+        f"shape {shape}": lambda ids, shape=shape: ids.new_zeros(shape)
+        for shape in ((), (0,), (0, 3), (3, 0), (2, 3, 4), (1, 1, 1, 2))
+    },
+    "lists": lambda ids: ids.tolist(),
+    "tuple": lambda ids: (7,),
+    "no list": lambda ids: [],
+    "int": lambda ids: 7,
+    "numpy scalar": lambda ids: np.uint64(7),
+}
+
+
+def check(ids: Any, emb: Any, where: str) -> None:
+    """Lookups, gradients, reads and writes are those of int64 ids in memory of their own."""
+    wanted = torch.from_numpy(np.array(ids.cpu().numpy() if isinstance(ids, Tensor) else ids, np.int64))
+    weight = emb.read_rows(range(ROWS)).cpu()
+    theirs = nn.Embedding.from_pretrained(weight.clone(), freeze=False)
+    found, expected = emb(ids), theirs(wanted)
+    assert torch.equal(found.cpu(), expected)
+    grad = torch.arange(expected.numel() * 1.0).view(expected.shape)
+    found.backward(apart(grad.to(where)))
+    expected.backward(grad)
+    assert torch.equal(dense_grad(emb.table), theirs.weight.grad)
+    assert torch.equal(emb.read_rows(ids).cpu(), weight[wanted])
+    assert torch.equal(emb.table.read_state("sum", ids).cpu(), torch.zeros_like(weight)[wanted])
+    emb.write_rows(ids, apart(grad.to(where)))
+    for position, row in enumerate(wanted.flatten().tolist()):  # the last one counts
+        weight[row] = grad.view(-1, DIM)[position]
+    assert torch.equal(emb.read_rows(range(ROWS)).cpu(), weight)
+    bag = flatbed.EmbeddingBag.from_table(emb.table, mode="sum")
+    if wanted.dim() == 1:
+        samples = torch.arange(len(wanted), device=where)
+        out = bag(ids, apart(torch.zeros(1, dtype=torch.int64, device=where)), apart(samples.float()))
+        assert torch.equal(out.cpu()[0], (weight[wanted] * samples.cpu()[:, None]).sum(0))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_any_kind(kind: str, device: str) -> None:
+    emb = flatbed.Embedding(ROWS, DIM, device=device)
+    optimizer = flatbed.optim.Adagrad(emb)
+    check(KINDS[kind](IDS.to(device)), emb, device)
+    optimizer.step()
+
+
+CACHED = [("host", 0), ("host", 20), ("device", None), ("disk", 20)]
+
+
+# Storages take turns: ids are converted before any of them sees them.
+@pytest.mark.parametrize(("layout", "place"), [(name, CACHED[i % 4]) for i, name in enumerate(LAYOUTS)])
+def test_any_layout(layout: str, place: tuple[str, int | None], where: str, tmp_path: Path) -> None:
+    emb = flatbed.Embedding(
+        ROWS, DIM, cache_rows=place[1], device=where, **storage_options(place[0], tmp_path)
+    )
+    _kept = flatbed.optim.Adagrad(emb)
+    check(LAYOUTS[layout](IDS.to(where)), emb, where)
 
 
 @pytest.mark.parametrize(
-    ("storage", "cache_rows"), [("device", None), *product(("host", "disk"), (None, 0, 20))]
+    "layout", [apart, lambda values: values[:1].expand(5, -1), lambda values: values.T.contiguous().T]
 )
-def test_nothing_is_made_for_wrong_ids(storage: str, cache_rows: int | None, tmp_path: Path) -> None:
-    """Neither memory nor a file: the table may have been meant to be larger."""
-    path = tmp_path / "rows.table" if storage == "disk" else None
-    emb = flatbed.Embedding(ROWS, DIM, storage=storage, path=path, cache_rows=cache_rows)
-    with pytest.raises(IndexError, match="id 50 at position 2 is out of range for a table of 50 rows"):
-        emb([0, 1, ROWS])
-    assert not list(tmp_path.iterdir())
-    larger = flatbed.Embedding(ROWS + 1, DIM, storage=storage, path=path, cache_rows=cache_rows)
-    assert larger([0, 1, ROWS]).shape == (3, DIM)
-    larger.table.close(discard=True)
-
-
-@pytest.mark.parametrize("dtype", TORCH)
-def test_any_torch_dtype(dtype: torch.dtype) -> None:
-    ours, theirs = both()
-    ids = torch.tensor([[3, 1, 49], [0, 3, 3]])
-    assert torch.equal(ours(ids.to(dtype)), theirs(ids))
-    assert torch.equal(ours(ids.to(dtype).T), theirs(ids.T))
-
-
-@pytest.mark.parametrize("dtype", NUMPY)
-def test_any_numpy_dtype(dtype: str) -> None:
-    ours, theirs = both()
-    ids = np.array([[3, 1, 49, 7], [0, 3, 3, 8], [1, 1, 2, 2]], dtype)
-    expected = theirs(torch.from_numpy(ids.astype(np.int64)))
-    assert torch.equal(ours(ids), expected)
-    assert torch.equal(ours(ids[::-1, ::2]), expected.flip(0)[:, ::2])
-    assert torch.equal(ours(np.asfortranarray(ids)), expected)
-    ids.flags.writeable = False
-    assert torch.equal(ours(ids), expected)
-
-
-@pytest.mark.parametrize("given", [7, np.int32(7), np.array(7), torch.tensor(7), np.uint64(7), (7,), [[7]]])
-def test_one_id(given: Any) -> None:
-    ours, theirs = both()
-    assert torch.equal(ours(given), theirs(torch.as_tensor(np.asarray(given, np.int64))))
+def test_values_of_any_layout(layout: Callable[[Tensor], Tensor], where: str) -> None:
+    values = layout(torch.linspace(-1, 1, 4 * DIM).view(4, DIM))
+    emb = flatbed.Embedding.from_pretrained(values, device=where)
+    assert torch.equal(emb.read_rows(range(len(values))).cpu(), values)
+    plain = values.clone(memory_format=torch.contiguous_format)
+    found, expected = emb.topk(values.to(where), 3), emb.topk(plain.to(where), 3)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
 def test_ids_that_change_after_the_lookup() -> None:
     """A loader may fill the same memory with the next batch before backward."""
-    ours, _ = both()
+    emb = flatbed.Embedding(ROWS, DIM)
     for ids in (torch.tensor([1, 2]), np.array([1, 2])):
-        ours.table.grad = None
-        out = ours(ids)
+        emb.table.grad = None
+        out = emb(ids)
         ids[:] = 9
         out.sum().backward()
-        assert ours.table.grad_rows.tolist() == [1, 2]
-        flatbed.optim.SGD(ours, lr=0.1)
+        assert emb.table.grad_rows.tolist() == [1, 2]
+        flatbed.optim.SGD(emb, lr=0.1)
+
+
+# ---- wrong ids
 
 
 WRONG_KIND = [
@@ -99,16 +139,6 @@ WRONG_KIND = [
     *(np.array([1.0]), np.array([True]), np.array(["1"]), np.array([1, None])),
     *([1.5], [True, False], True, 1.0, "1", None, {1, 2}),
 ]
-
-
-@pytest.mark.parametrize("ids", WRONG_KIND, ids=lambda ids: f"{type(ids).__name__}-{ids}")
-def test_ids_that_are_not_integers_raise(ids: Any) -> None:
-    emb = flatbed.Embedding(ROWS, DIM)
-    for use in (emb, flatbed.EmbeddingBag.from_table(emb.table), emb.read_rows):
-        with pytest.raises(TypeError, match="integers"):
-            use(ids)
-
-
 WRONG_VALUE = [
     (torch.tensor([3, 50]), "id 50 at position 1 is out of range for a table of 50 rows (0 to 49)"),
     (torch.tensor([[3, 4], [-1, 99]]), "id -1 at position (1, 0) is out of range"),
@@ -122,37 +152,54 @@ WRONG_VALUE = [
 ]
 
 
-@pytest.mark.parametrize(("ids", "message"), WRONG_VALUE, ids=lambda value: str(value)[:24])
-def test_out_of_range_names_the_id_its_place_and_the_bound(ids: Any, message: str) -> None:
+@pytest.mark.parametrize(
+    ("ids", "error", "message"),
+    [
+        *((ids, TypeError, "integers") for ids in WRONG_KIND),
+        *((ids, IndexError, message) for ids, message in WRONG_VALUE),
+    ],
+    ids=lambda value: f"{type(value).__name__}-{value}"[:40],
+)
+def test_wrong_ids_are_named(ids: Any, error: type[Exception], message: str) -> None:
     emb = flatbed.Embedding(ROWS, DIM, padding_idx=0)
-    uses = [emb, emb.read_rows, lambda bad: emb.write_rows(bad, torch.zeros(*np.shape(bad), DIM))]
-    for use in uses:
-        with pytest.raises(IndexError, match=re.escape(message)):
+    bag = flatbed.EmbeddingBag.from_table(emb.table)
+    write = [lambda bad: emb.write_rows(bad, torch.zeros(*np.shape(bad), DIM))]
+    for use in [emb, emb.read_rows, *(write if error is IndexError else [bag])]:
+        with pytest.raises(error, match=re.escape(message)):
             use(ids)
 
 
+@pytest.mark.parametrize(("storage", "cache_rows"), [("device", None), *product(("host", "disk"), (0, 20))])
+def test_nothing_is_made_for_wrong_ids(storage: str, cache_rows: int | None, tmp_path: Path) -> None:
+    """Neither memory nor a file: the table may have been meant to be larger."""
+    options = {**storage_options(storage, tmp_path), "cache_rows": cache_rows}
+    emb = flatbed.Embedding(ROWS, DIM, **options)
+    with pytest.raises(IndexError, match="id 50 at position 2 is out of range for a table of 50 rows"):
+        emb([0, 1, ROWS])
+    assert not list(tmp_path.iterdir())
+    larger = flatbed.Embedding(ROWS + 1, DIM, **options)
+    assert larger([0, 1, ROWS]).shape == (3, DIM)
+    larger.table.close(discard=True)
+
+
 @pytest.mark.parametrize("storage", STORAGES)
-def test_bad_batch_changes_nothing(storage: str, tmp_path: Any) -> None:
-    path = tmp_path / "table" if storage == "disk" else None
-    emb = flatbed.Embedding(ROWS, DIM, storage=storage, path=path)
+def test_bad_batch_changes_nothing(storage: str, tmp_path: Path) -> None:
+    emb = flatbed.Embedding(ROWS, DIM, **storage_options(storage, tmp_path))
     bag = flatbed.EmbeddingBag.from_table(emb.table)
-    head = nn.Linear(DIM, 1)
-    optimizer = flatbed.optim.Adam([*head.parameters(), emb.table], lr=0.1)
-    head(emb([1, 2])).sum().backward()
+    optimizer = flatbed.optim.Adam(emb, lr=0.1)
+    emb([1, 2]).sum().backward()
     optimizer.step()
-    head(emb([2, 3])).sum().backward()
-    every = list(range(ROWS))
-    before = emb.read_rows(every), emb.table.read_state("exp_avg", every)
-    grad, rows = emb.table.grad.clone(), emb.table.grad_rows.clone()
-    for use in (emb, bag, emb.read_rows):
+    emb([2, 3]).sum().backward()
+
+    def everything() -> list[Tensor]:
+        table, every = emb.table, range(ROWS)
+        return [table.read_rows(every), table.read_state("exp_avg", every), table.grad, table.grad_rows]
+
+    before = [value.clone() for value in everything()]
+    for use in (emb, bag, emb.read_rows, lambda ids: emb.write_rows(ids, torch.zeros(1, 2, DIM))):
         with pytest.raises(IndexError):
             use(torch.tensor([[4, 50]]))
-    with pytest.raises(IndexError):
-        emb.write_rows([4, 50], torch.zeros(2, DIM))
-    assert torch.equal(emb.table.grad, grad)
-    assert torch.equal(emb.table.grad_rows, rows)
-    assert torch.equal(emb.read_rows(every), before[0])
-    assert torch.equal(emb.table.read_state("exp_avg", every), before[1])
+    assert all(torch.equal(*each) for each in zip(everything(), before, strict=True))
     optimizer.step()
     assert float(optimizer.state[emb.table]["step"]) == 2
 
@@ -178,14 +225,12 @@ def test_evaluation_with_bad_ids_on_a_gpu() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("storage", STORAGES)
-@pytest.mark.parametrize("kind", ["embedding", "bag"])
+@pytest.mark.parametrize("kind", [flatbed.Embedding, flatbed.EmbeddingBag])
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint64])
 def test_bad_ids_on_a_gpu_are_raised_at_the_step(
-    storage: str, kind: str, dtype: torch.dtype, tmp_path: Any
+    storage: str, kind: Any, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    path = tmp_path / "table" if storage == "disk" else None
-    made = flatbed.Embedding if kind == "embedding" else flatbed.EmbeddingBag
-    emb: Any = made(ROWS, DIM, storage=storage, path=path, device="cuda")
+    emb: Any = kind(ROWS, DIM, device="cuda", **storage_options(storage, tmp_path))
     model = nn.Sequential(emb, nn.Linear(DIM, 1)).cuda()
     optimizer = flatbed.optim.Adam(model, lr=0.1)
     good = torch.tensor([[1, 2], [3, 1]], device="cuda").to(dtype)
@@ -223,14 +268,3 @@ def test_zero_grad_between_lookup_and_backward_hides_no_bad_ids(drop: bool) -> N
     assert torch.equal(emb.read_rows(torch.arange(ROWS)), before)
     emb(torch.tensor([1], device="cuda")).sum().backward()
     optimizer.step()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", TORCH)
-def test_any_dtype_on_a_gpu(dtype: torch.dtype) -> None:
-    ours, theirs = both()
-    ours.cuda()
-    ids = torch.tensor([[3, 1, 49], [0, 3, 3]])
-    assert torch.equal(ours(ids.to(dtype).cuda()).cpu(), theirs(ids))
-    assert torch.equal(ours(ids.to(dtype)).cpu(), theirs(ids))
-    assert torch.equal(ours(ids.to(dtype).numpy()).cpu(), theirs(ids))

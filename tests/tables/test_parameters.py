@@ -13,9 +13,8 @@ from torch import Tensor, nn
 import flatbed
 from flatbed import FlatbedError, Table
 from tests.tables.models import DIM, ROWS, Model, assert_same, pair
-from tests.tables.tables import STORAGES
+from tests.tables.tables import STORAGES, storage_options
 
-ROOT = Path(__file__).parents[2]
 IDS = torch.tensor([1, 5, 5, 3])
 
 
@@ -60,9 +59,8 @@ def test_training_with_the_usual_calls(clip: str) -> None:
 def test_skipped_batches_and_frozen_models(storage: str, tmp_path: Path) -> None:
     """`model.zero_grad(); continue` after a bad loss, and `requires_grad_(False)`, reach the table."""
     ours, theirs = pair()
-    path = tmp_path / "table" if storage == "disk" else None
     ours.emb = flatbed.Embedding.from_pretrained(
-        theirs.emb.weight.detach(), freeze=False, storage=storage, path=path
+        theirs.emb.weight.detach(), freeze=False, **storage_options(storage, tmp_path)
     )
     optimizers = flatbed.optim.Adam(ours.parameters(), lr=0.1), torch.optim.Adam(theirs.parameters(), lr=0.1)
     for step in range(6):
@@ -79,13 +77,6 @@ def test_skipped_batches_and_frozen_models(storage: str, tmp_path: Path) -> None
             optimizer.zero_grad()
     assert_same(ours, theirs)
     ours.emb.table.close(discard=True)
-
-
-def test_averaging_raises() -> None:
-    model, _ = pair()
-    average = torch.optim.swa_utils.AveragedModel(model)
-    with pytest.raises(FlatbedError, match="table"):
-        average.update_parameters(model)
 
 
 @pytest.mark.parametrize(
@@ -105,33 +96,49 @@ def test_target_networks_follow(copy_all: Callable[[Any, Any], object]) -> None:
     assert_same(target, source)
 
 
-def test_initialisers_act_on_all_rows() -> None:
-    model, _ = pair()
-    for parameter in model.parameters():
-        nn.init.constant_(parameter, 0.5)
-    assert torch.equal(model.emb.table.read_rows(range(ROWS)), torch.full((ROWS, DIM), 0.5))
-    before = model.emb.table.read_rows(range(ROWS))
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            nn.init.xavier_uniform_(parameter)
-    assert not torch.equal(model.emb.table.read_rows(range(ROWS)), before)
+@pytest.mark.parametrize("init", [nn.init.ones_, nn.init.uniform_, nn.init.xavier_uniform_])
+def test_initialisers_draw_what_they_draw_for_torch(init: Callable[[Tensor], Tensor]) -> None:
+    ours, theirs = pair()
+    for of_ours in (ours.emb.table, ours.emb.weight):
+        for parameter in (of_ours, theirs.emb.weight):
+            torch.manual_seed(1)
+            init(parameter)
+        assert torch.equal(ours.emb.weight, theirs.emb.weight.detach())
+        nn.init.zeros_(of_ours)
 
 
-@pytest.mark.parametrize(
-    "call", [torch.exp, torch.zeros_like, lambda t: t + 1, lambda t: t.view(-1), lambda t: t.detach() + 1]
-)
-def test_other_operations_raise(call: Callable[[Tensor], Tensor]) -> None:
-    with pytest.raises(FlatbedError, match="read_rows"):
+OTHERS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "exp": (torch.exp, "read_rows"),
+    "zeros_like": (torch.zeros_like, "read_rows"),
+    "add": (lambda table: table + 1, "read_rows"),
+    "view": (lambda table: table.view(-1), "read_rows"),
+    "detach": (lambda table: table.detach() + 1, "read_rows"),
+    "norm": (lambda table: table.norm(), r"norm was called on a table.*: use emb\.weight"),
+    "data": (lambda table: setattr(table, "data", torch.zeros(ROWS, DIM)), "copy_"),
+    "hook": (lambda table: table.register_hook(print), "output of the lookup"),  # without the gradient
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_operations_raise(name: str) -> None:
+    call, message = OTHERS[name]
+    with pytest.raises(FlatbedError, match=message):
         call(flatbed.Embedding(ROWS, DIM).table)
 
 
-def test_weight_cannot_be_replaced() -> None:
+def test_averaging_raises() -> None:
     model, _ = pair()
+    average = torch.optim.swa_utils.AveragedModel(model)
+    with pytest.raises(FlatbedError, match="table"):
+        average.update_parameters(model)
+
+
+def test_weight_can_be_changed_and_not_replaced() -> None:
+    emb = flatbed.Embedding(ROWS, DIM, init="zeros")
     with pytest.raises(AttributeError, match="from_pretrained"):
-        model.emb.weight = nn.Parameter(torch.zeros(ROWS, DIM))
-    model.emb.weight += 1
-    with pytest.raises(FlatbedError, match="copy_"):
-        model.emb.table.data = torch.zeros(ROWS, DIM)
+        emb.weight = nn.Parameter(torch.zeros(ROWS, DIM))
+    emb.weight += 1
+    assert emb.read_rows([1]).eq(1).all()
 
 
 # ---- frameworks
@@ -224,10 +231,3 @@ def test_fsdp2_ignores_tables_when_told_to(tmp_path: Any) -> None:
             fully_shard(pair()[0], mesh=mesh)
     finally:
         dist.destroy_process_group()
-
-
-def test_a_hook_on_a_table_raises() -> None:
-    """It would be called without the gradient."""
-    emb = flatbed.Embedding(6, 3)
-    with pytest.raises(flatbed.FlatbedError, match="output of the lookup"):
-        emb.table.register_hook(print)
