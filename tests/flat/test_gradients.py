@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import pytest
@@ -211,20 +210,6 @@ def test_one_call_equals_three(grads: str, max_norm: float | None) -> None:
         assert extra[1].grad is None
     assert_same(reference, model)
     assert torch.equal(*extra)
-
-
-@BOTH
-def test_one_call_gathers_once(grads: str) -> None:
-    model, flat, optimizer = make(grads)
-    backward(model)
-    calls: list[str] = []
-    sys.setprofile(lambda frame, event, _: calls.append(frame.f_code.co_name) if event == "call" else None)
-    try:
-        flat.step(optimizer)
-    finally:
-        sys.setprofile(None)
-    assert calls.count("gather") == 1
-    assert calls.count("drop_grads") == 1
 
 
 @BOTH

@@ -101,23 +101,12 @@ def test_check_names_what_left_and_rebind_brings_it_back(move: Any) -> None:
     assert all(torch.equal(values[n], p) for n, p in model.named_parameters())
 
 
-def test_check_tells_causes_apart() -> None:
+def test_a_parameter_of_another_shape_cannot_be_brought_back() -> None:
     model = build("rnn")
     flat = FlatParams(model)
-    replace_data(model)
-    (problem,) = flat.check()
-    assert "'head.weight'" in problem
-    assert "flatten_parameters" in problem
-    cast(model)
-    assert len(flat.check()) == len(flat.segments)
-    assert all("moved or cast" in problem for problem in flat.check())
-    model.float()
-    flat.rebind()
     model.head.weight.data = model.head.weight.data.t().clone()
-    with pytest.raises(FlatbedError, match=r"'head.weight' had shape \(2, 6\).*\(6, 2\).*new FlatParams"):
+    with pytest.raises(FlatbedError, match=r"'head.weight' .*\(6, 2\).*\(2, 6\).*new FlatParams"):
         flat.rebind()
-    model.head = nn.Linear(6, 2)
-    assert any("no longer part of the module" in problem for problem in flat.check())
 
 
 @BOTH
@@ -235,32 +224,20 @@ def test_moving_the_model_between_clipping_and_the_step_keeps_the_clipping(grads
 # ---- models whose layers were replaced
 
 
-@pytest.mark.parametrize("source", ["module", "parameters"])
 @BOTH
-def test_a_model_with_other_parameters_is_not_trained_in_silence(grads: str, source: str) -> None:
+def test_a_model_with_other_parameters_is_not_trained_in_silence(grads: str) -> None:
     model = nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 1))
-    flat = FlatParams(model if source == "module" else model.parameters(), grads=grads)  # type: ignore[arg-type]
+    flat = FlatParams(model.parameters(), grads=grads)  # type: ignore[arg-type]
     optimizer = torch.optim.SGD(flat.parameters(), lr=0.1)
     step(model, optimizer)
-    if source == "module":
-        model[0], model[1] = nn.Linear(7, 7), nn.Linear(7, 1)
-    else:
-        assign_state(model)
-    backward(model)
-    if source == "module":
-        with pytest.raises(FlatbedError, match=r"no longer part of the module.*new FlatParams"):
-            optimizer.step()
-    else:
-        with pytest.warns(UserWarning, match="no parameter of this FlatParams has a gradient"):
-            optimizer.step()
-
-
-def test_a_replaced_layer_is_named() -> None:
-    model = nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 1))
-    optimizer = torch.optim.SGD(FlatParams(model).parameters(), lr=0.1)
     model[1] = nn.Linear(7, 1)
     backward(model)
-    with pytest.raises(FlatbedError, match=r"'1\.weight'.*no longer part of the module"):
+    with pytest.raises(FlatbedError, match=r"'param 2'.*received no gradient.*new FlatParams"):
+        optimizer.step()
+    optimizer.zero_grad()
+    assign_state(model)
+    backward(model)
+    with pytest.warns(UserWarning, match="no parameter of this FlatParams has a gradient"):
         optimizer.step()
 
 
