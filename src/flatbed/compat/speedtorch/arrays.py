@@ -19,8 +19,6 @@ from flatbed import FlatbedError
 
 Array = np.ndarray[Any, Any]
 FileName = str | os.PathLike[str]
-DEVICE_STORAGE = {"cuda": "device", "cpu": "host"}
-"""Storage by the argument `deviceType`."""
 SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 """Datatypes that torch can copy but not index, and those that stand in for them."""
 
@@ -103,14 +101,9 @@ def as_index(indexes: Any, device: torch.device) -> Any:
         return tuple(as_index(one, device) for one in indexes)
     if not isinstance(indexes, np.ndarray | Tensor | list | range):
         return indexes
-    index = torch.as_tensor(as_array(indexes))
-    if index.is_floating_point():
-        raise TypeError(
-            f"indexes must be integers, slices or a mask; found {index.dtype} "
-            "(insertData takes the data first)"
-        )
-    # torch would read uint8 as a mask.
-    return (index if index.dtype == torch.bool else index.long()).to(device)
+    index = torch.as_tensor(as_array(indexes)).to(device)
+    # torch refuses fractions, and would read uint8 as a mask.
+    return index if index.is_floating_point() or index.dtype == torch.bool else index.long()
 
 
 class PMemory:
@@ -137,10 +130,9 @@ class ArrayViews:
 
     def _choose_storage(self) -> None:
         """Follow the arguments `CPUPinn` and `deviceType`; those of classes on disk change nothing."""
-        if self.deviceType not in DEVICE_STORAGE:
-            raise ValueError(f"deviceType must be 'cuda' or 'cpu'; found {self.deviceType!r}")
-        if self._storage == "device":
-            self._storage = "host" if self.CPUPinn else DEVICE_STORAGE[self.deviceType]
+        is_on_host = self.CPUPinn or torch.device(self.deviceType).type == "cpu"
+        if self._storage == "device" and is_on_host:
+            self._storage = "host"
 
     getNumpyVersion: Callable[[], Any]
     getTorchVar: Callable[[], Any]
@@ -149,10 +141,7 @@ class ArrayViews:
         """Return what `getNumpyVersion` returns."""
         return self.getNumpyVersion()
 
-    def getCupyMM(self) -> Any:
-        """Return what `getNumpyVersion` returns."""
-        return self.getNumpyVersion()
-
+    getCupyMM = getCupyVar
     CUPYcorpus = CUPYmemmap = property(getCupyVar)
 
     @property
@@ -215,7 +204,7 @@ class StoredArray(ArrayViews):
 class MappedArray(StoredArray):
     """An array in a .npy file that is mapped into memory."""
 
-    fileName: Any = None
+    fileName: Any
     _storage = "disk"
     _mapped: Any = None
 
@@ -254,6 +243,10 @@ class MappedArray(StoredArray):
         self._tensor = self._mapped = None
 
 
+# A dataclass takes its fields as arguments, in their order: that of SpeedTorch's constructors.
+
+
+@dataclass(eq=False, repr=False)
 class DataGadget(StoredArray):
     """The array of a .npy file (or an array) on the GPU, or with `CPUPinn` in host memory.
 
@@ -267,11 +260,11 @@ class DataGadget(StoredArray):
     array([ 9.,  0., 11.])
     """
 
-    _init_method = "gadgetInit()"
+    fileName: Any
+    CPUPinn: bool = False
 
-    def __init__(self, fileName: Any, CPUPinn: bool = False) -> None:
-        self.fileName, self.CPUPinn = fileName, CPUPinn
-        self._choose_storage()
+    _init_method = "gadgetInit()"
+    __post_init__ = StoredArray._choose_storage
 
     def gadgetInit(self) -> None:
         """Read the file."""
@@ -281,16 +274,17 @@ class DataGadget(StoredArray):
             self._store(as_array(self.fileName))
 
 
+@dataclass(eq=False, repr=False)
 class DataGadgetMM(MappedArray):
     """The array of a .npy file, mapped into memory: `insertData` writes to the file.
 
     `CPUPinn` changes nothing.
     """
 
-    _init_method = "gadgetInit()"
+    fileName: Any
+    CPUPinn: bool = False
 
-    def __init__(self, fileName: FileName, CPUPinn: bool = False) -> None:
-        self.fileName, self.CPUPinn = fileName, CPUPinn
+    _init_method = "gadgetInit()"
 
     def gadgetInit(self) -> None:
         """Open the file, for writing if the file allows it."""
@@ -372,9 +366,6 @@ class CountMatrix(StoredArray):
         return to_numpy(rows), to_numpy(columns), to_numpy(self.getData((rows, columns)))
 
 
-# A dataclass takes its fields as arguments, in their order: that of SpeedTorch's constructors.
-
-
 @dataclass(eq=False, repr=False)
 class COM(CountMatrix):
     """A co-occurrence matrix on the GPU (without one: in memory), or with `CPUPinn` in host memory.
@@ -403,6 +394,7 @@ class COMMM(CountMatrix, MappedArray):
     diskname: FileName = "COM"
     datatype: Any = "uint32"
     CPUPinn: bool = False
+    fileName = None
 
     def _store(self, array: Array) -> None:
         """Copy an array to a new file."""

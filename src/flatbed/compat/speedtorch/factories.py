@@ -255,13 +255,6 @@ class StateSwitcher(Switcher):
         super()._load(values)
         self._needs_state_dict = True
 
-    def close(self) -> None:
-        """Release the memory, or save and close the file; training continues without this switcher."""
-        super().close()
-        switchers = self._slots(self._variable()).switchers
-        if switchers.get(self._key) is self:
-            del switchers[self._key]
-
     # ---- the loop
 
     def _copy_in(self, variable: nn.Parameter, batch: SlotBatch) -> None:

@@ -61,8 +61,8 @@ class Switcher(ArrayViews):
         self.datatype = as_dtype(self.datatype)
         self._choose_storage()
         self._module: Embedding | None = None
-        self._parts: list[tuple[Tensor, Array]] = []
-        """Rows in memory that the CPU computes with, for each name: as a tensor, and their bits in numpy."""
+        self._parts: list[Tensor] = []
+        """Rows in memory that the CPU computes with, for each name."""
         self._last_slots: Slots | None = None
         self._batch: SlotBatch | None = None
         self._is_pending = False
@@ -116,15 +116,14 @@ class Switcher(ArrayViews):
             self._module.to(device)
         return self._module.table
 
-    def _memory(self, device: torch.device) -> list[tuple[Tensor, Array]]:
-        """Return the rows' memory if the CPU computes with it; otherwise nothing."""
+    def _memory(self, device: torch.device) -> list[Tensor]:
+        """Return the rows' memory, for each name, if the CPU computes with it; otherwise nothing."""
         if device.type != "cpu" or self._storage == "disk":
             self._parts = []
         elif not self._parts:
-            table = self._table()
             with torch._C.DisableTorchFunctionSubclass():  # a table's own view checks every operation
-                weight = table.weight.detach().as_subclass(Tensor)
-            self._parts = [(part, self._bits(part)) for part in weight.chunk(len(self._names), dim=1)]
+                weight = self._table().weight.detach().as_subclass(Tensor)
+            self._parts = list(weight.chunk(len(self._names), dim=1))
         return self._parts
 
     def _bits(self, tensor: Tensor) -> Array:
@@ -132,11 +131,14 @@ class Switcher(ArrayViews):
         return bits
 
     def close(self) -> None:
-        """Release the memory, or save and close the file."""
+        """Release the memory, or save and close the file; training continues without this switcher."""
         if self._module is not None:
             self._module.table.close()
         self._module, self._parts = None, []
         self._forget_batch()
+        switchers = self._slots(self._variable()).switchers
+        if switchers.get(self._key) is self:
+            del switchers[self._key]
 
     def _forget_batch(self) -> None:
         """Forget the loaded batch, whose rows are no longer those of the storage."""
@@ -146,25 +148,24 @@ class Switcher(ArrayViews):
         """Copy the rows of a batch to the first slots of tensors, one for each name; zero the others."""
         n = len(batch.ids)
         if memory := self._memory(batch.device):
-            for (part, _), tensor in zip(memory, tensors, strict=True):
-                out = tensor if n == tensor.shape[0] else tensor[:n]
-                torch.index_select(part, 0, batch.index, out=out)
-        else:  # each row is read once
-            rows = self._table().read_rows(batch.unique).index_select(0, batch.inverse)
+            for part, tensor in zip(memory, tensors, strict=True):
+                torch.index_select(part, 0, batch.index, out=tensor[:n])
+        else:
+            rows = self._table().read_rows(batch.ids)
             for part, tensor in zip(rows.chunk(len(tensors), dim=1), tensors, strict=True):
                 tensor[:n] = part
         for tensor in tensors:
-            if n < tensor.shape[0]:
+            if n < len(tensor):
                 tensor[n:] = 0
 
     def _write(self, batch: SlotBatch, tensors: Sequence[Tensor]) -> None:
         """Replace the rows of a batch by those in their slots. All slots of a row have the same values."""
+        slots = [tensor[: len(batch.ids)] for tensor in tensors]
         if memory := self._memory(batch.device):  # torch's index_copy_ takes twice as long
-            for (_, bits), tensor in zip(memory, tensors, strict=True):
-                bits[batch.ids] = self._bits(tensor)[: len(batch.ids)]
+            for part, values in zip(memory, slots, strict=True):
+                self._bits(part)[batch.ids] = self._bits(values)
         else:
-            rows = torch.cat([tensor.index_select(0, batch.last) for tensor in tensors], dim=1)
-            self._table().write_rows(batch.unique, rows)
+            self._table().write_rows(batch.ids, torch.cat(slots, dim=1))
 
     # ---- rows of a batch
 
