@@ -24,24 +24,25 @@ def in_buffer(flat: FlatParams, p: torch.Tensor, segment: Segment) -> bool:
 @pytest.mark.parametrize("name", MODELS)
 def test_values_strides_and_alignment(name: str) -> None:
     before, model = build(name), build(name)
+    frozen = {n: p.data_ptr() for n, p in model.named_parameters() if not p.requires_grad}
     flat = FlatParams(model)
     assert_same(before, model)
     for old, new in zip(before.parameters(), model.parameters(), strict=True):
         assert old.stride() == new.stride()
-    assert len(flat.segments) == len([p for p in model.parameters() if p.requires_grad])
+    # a tied weight is stored once, and frozen parameters are left alone
+    assert [s.name for s in flat.segments] == [n for n, p in model.named_parameters() if p.requires_grad]
+    assert frozen == {n: p.data_ptr() for n, p in model.named_parameters() if not p.requires_grad}
     for p, segment in zip(flat.originals(), flat.segments, strict=True):
         if p.numel():
             assert p.data_ptr() % 64 == 0
             assert in_buffer(flat, p, segment)
         assert p.untyped_storage().nbytes() == p.numel() * p.element_size()
         assert (tuple(p.shape), p.stride()) == (segment.shape, segment.stride)
-    assert {s.name for s in flat.segments} == {n for n, p in model.named_parameters() if p.requires_grad}
 
 
 @pytest.mark.parametrize(
     "source",
     [
-        lambda m: m,
         lambda m: m.parameters(),
         lambda m: m.named_parameters(),
         lambda m: list(m.parameters()),
@@ -51,32 +52,16 @@ def test_values_strides_and_alignment(name: str) -> None:
     ],
 )
 def test_sources(source: Any) -> None:
-    model = build("mixed")
+    model, reference = build("mixed"), build("mixed")
     flat = FlatParams(source(model))
     assert [id(p) for p in flat.originals()] == [id(p) for p in model.parameters()]
-    optimizer = torch.optim.SGD(flat.groups(), lr=0.1)
-    reference = build("mixed")
-    expected = torch.optim.SGD(
-        source(reference) if not isinstance(source(reference), nn.Module) else reference.parameters(), lr=0.1
-    )
+    optimizer = torch.optim.SGD(flat, lr=0.1)
+    expected = torch.optim.SGD(source(reference), lr=0.1)
+    assert [g["lr"] for g in optimizer.param_groups] == [g["lr"] for g in expected.param_groups]
     for m, o in ((model, optimizer), (reference, expected)):
         loss_of(m, batches(1)[0]).backward()
         o.step()
     assert_same(model, reference)
-
-
-def test_repeated_and_tied_parameters_are_stored_once() -> None:
-    p, model = nn.Parameter(torch.ones(3)), build("tied")
-    assert len(FlatParams([p, p]).segments) == 1
-    assert [s.name for s in FlatParams(model).segments] == ["encoder.weight", "decoder.bias"]
-    assert model.decoder.weight is model.encoder.weight
-
-
-def test_frozen_parameters_are_left_alone() -> None:
-    model = build("frozen")
-    before = model.frozen.weight.data_ptr()
-    assert [s.name for s in FlatParams(model).segments] == ["head.weight", "head.bias"]
-    assert model.frozen.weight.data_ptr() == before
 
 
 def test_tables_are_left_alone() -> None:
@@ -90,6 +75,7 @@ def test_one_buffer_per_group_and_dtype() -> None:
     flat = FlatParams(model)
     assert [b.dtype for b in flat.buffers] == [torch.float32, torch.bfloat16]
     assert len(FlatParams([{"params": model[0].weight}, {"params": model[0].bias}]).buffers) == 2
+    assert len(FlatParams([model[0].bias, model[0].bias]).segments) == 1
 
 
 def test_a_strided_parameter_with_holes_becomes_dense() -> None:
@@ -206,28 +192,20 @@ def test_copies_of_all_three_stay_connected(copied: Any, order: tuple[int, ...],
     assert torch.equal(before, twin[0].encoder.weight), "the copy must not share memory"
 
 
-def test_deepcopy_of_the_model_alone_is_ordinary() -> None:
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
+def test_copies_of_the_model_alone_are_ordinary(copied: Any) -> None:
     model = build("conv")
-    FlatParams(model)
-    twin = copy.deepcopy(model)
+    plain = len(pickle.dumps(model))
+    model.flat.weight.tag = "kept"
+    flat = FlatParams(model)
+    assert len(pickle.dumps(model)) < 1.1 * plain
+    twin = copied(model)
     assert_same(model, twin)
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
         assert type(q) is nn.Parameter
         assert q.untyped_storage().nbytes() == q.numel() * 4
         assert q.stride() == p.stride()
     train_on(twin, torch.optim.SGD(twin.parameters(), lr=0.1))
-
-
-def test_pickle_of_the_model_is_ordinary_and_small() -> None:
-    model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(20)])
-    plain = len(pickle.dumps(model))
-    model[0].weight.tag = "kept"  # type: ignore[union-attr]
-    flat = FlatParams(model)
-    data = pickle.dumps(model)
-    assert len(data) < 1.1 * plain
-    twin = pickle.loads(data)
-    assert_same(model, twin)
-    assert twin[0].weight.tag == "kept"
     assert flat.is_valid()
 
 
@@ -249,13 +227,6 @@ def test_snapshot_and_restore() -> None:
 
 
 # ---- handing over to an optimizer
-
-
-def test_an_optimizer_takes_the_flat_params_itself() -> None:
-    model = build("mixed")
-    assert torch.optim.SGD(FlatParams(model), lr=0.1).param_groups[0]["params"][0].numel() >= 256
-    groups = torch.optim.SGD(FlatParams(two_groups(model)), lr=0.1).param_groups
-    assert [g["lr"] for g in groups] == [0.1, 0.003]
 
 
 def test_lost_group_options_are_reported() -> None:

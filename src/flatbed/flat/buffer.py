@@ -245,8 +245,9 @@ def total_norm(buffers: Sequence[Buffer], norm_type: float) -> torch.Tensor:
         return whole[0] if len(whole) == 1 else torch.linalg.vector_norm(torch.stack(whole), norm_type)
     pairs = [pair for b in buffers for pair in zip(b.positions, b.originals, strict=True)]
     grads = [p.grad for _, p in sorted(pairs, key=itemgetter(0)) if p.grad is not None]
-    filled = [grad for grad in grads if grad.numel()]  # an empty tensor has no largest element
-    return nn.utils.get_total_norm(filled, norm_type)
+    if norm_type == float("inf"):  # an empty tensor has no largest element
+        grads = [grad for grad in grads if grad.numel()]
+    return nn.utils.get_total_norm(grads, norm_type)
 
 
 # ---- the flat parameter
@@ -274,9 +275,10 @@ class FlatParameter(nn.Parameter):
         """The originals' gradients, gathered; None when none of them has one."""
         if torch.compiler.is_compiling():
             return _read_outside_of_the_graph(self)
-        buffer, shown = self.buffer, _GRAD.__get__(self)
-        if shown is not None and shown is buffer.grad and buffer.originals[0].grad is buffer.views[0]:
-            return buffer.grad  # in a step, unless an exception has ended it
+        buffer, grad = self.buffer, self.buffer.grad
+        is_shown = grad is not None and _GRAD.__get__(self) is grad
+        if is_shown and buffer.originals[0].grad is buffer.views[0]:
+            return grad  # in a step, unless an exception has ended it
         self._owner._repair(buffer)
         return self.gather_grad()
 

@@ -264,7 +264,9 @@ class DataGadget(StoredArray):
     CPUPinn: bool = False
 
     _init_method = "gadgetInit()"
-    __post_init__ = StoredArray._choose_storage
+
+    def __post_init__(self) -> None:
+        self._choose_storage()
 
     def gadgetInit(self) -> None:
         """Read the file."""
