@@ -91,22 +91,22 @@ def test_names_of_arrays() -> None:
 
 
 def test_rows_on_disk_are_opened_again(tmp_path: Path) -> None:
-    embedding, optimizer, rows, state = made = loop(3, storage="disk", folder=tmp_path)
+    made = loop(3, storage="disk", folder=tmp_path)
     made.train(IDS)
+    embedding, optimizer, rows, state = made
     assert (rows.fileName, state.fileName) == (f"{tmp_path}/variable0.bed", f"{tmp_path}/00.bed")
     assert np.array_equal(rows.getTorchVar().numpy(), rows.getNumpyVersion())
     rows.checkpoint()
     expected, moments = rows.getCupyMM(), state.getNumpyVersion()
     make, make_state = factories("disk", tmp_path)
-    second = make(embedding)
+    second, again = make(embedding), make_state(optimizer, nn.Sequential(embedding), "0")
     second.zerosInit()
     assert second.fileName == f"{tmp_path}/variable1.bed"
     for switcher in (rows, state, second):
         switcher.close()
     second.openFile(tmp_path / "variable0.bed")
-    assert np.array_equal(second.getNumpyVersion(), expected)
-    again = make_state(optimizer, nn.Sequential(embedding), "0")
     again.openFile(tmp_path / "00.bed")
+    assert np.array_equal(second.getNumpyVersion(), expected)
     assert all(np.array_equal(again.getNumpyVersion()[name], moments[name]) for name in moments)
     Loop(embedding, optimizer, second, again).train(IDS)
     expected = second.getNumpyVersion()
@@ -123,8 +123,7 @@ def test_the_default_name_of_state_on_disk(tmp_path: Path, monkeypatch: pytest.M
     optimizer = torch.optim.Adagrad(model.parameters())
     state = SpeedTorch.OptimizerFactoryMM(optimizer, N, DIM, model, "u_embeddings")
     state.optInit()
-    assert state.fileName == "u_embeddingsAdagrad0.bed"
-    assert Path(state.fileName).exists()
+    assert [str(path) for path in Path().glob("*0.bed")] == [state.fileName] == ["u_embeddingsAdagrad0.bed"]
     state.close()
 
 
@@ -181,7 +180,7 @@ def test_gadgets_replace_parts(kind: Any, tmp_path: Path) -> None:
     assert np.array_equal(gadget.getData([1]).cpu().numpy(), array[[1]])
 
 
-def test_gadgets_on_disk_write_to_their_file(tmp_path: Path) -> None:
+def test_gadgets_on_disk_write_to_their_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "data.npy"
     np.save(path, np.zeros((5, 3)))
     gadget = SpeedTorch.DataGadgetMM(path)
@@ -194,12 +193,7 @@ def test_gadgets_on_disk_write_to_their_file(tmp_path: Path) -> None:
     gadget.insertData(torch.ones(1, 3), [3])
     gadget.checkpoint()
     assert np.load(path)[2:4].all()
-
-
-def test_files_that_may_only_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    np.save(tmp_path / "data.npy", np.zeros((5, 3)))
     monkeypatch.setattr("os.access", lambda *_: False)
-    gadget = SpeedTorch.DataGadgetMM(tmp_path / "data")
     gadget.gadgetInit()
     assert gadget.getData([1]).tolist() == [[0.0, 0.0, 0.0]]
     with pytest.raises(FlatbedError, match="only be read"):
@@ -312,21 +306,3 @@ def test_matrices_of_other_shapes(tmp_path: Path) -> None:
     for matrix in (SpeedTorch.COM(3), SpeedTorch.COMMM(3, f"{tmp_path}/COM")):
         with pytest.raises(ValueError, match=r"\(3, 3\); found \(3, 4\)"):
             matrix.loadCupy(tmp_path / "wide.npy")
-
-
-@pytest.mark.parametrize(
-    "begin",
-    [
-        lambda m: m.zerosInit(),
-        lambda m: m.uniformDistributionInit(-1, 1),
-        lambda m: m.normalDistributionInit(0, 1),
-    ],
-)
-def test_files_of_every_initialization_are_opened_again(begin: Any, tmp_path: Path) -> None:
-    made = SpeedTorch.ModelFactoryMM(nn.Embedding(4, 2), 100, 2, diskname=str(tmp_path / "rows"))
-    begin(made)
-    expected, name = made.getNumpyVersion(), made.fileName
-    made.close()
-    made.openFile(name)
-    assert np.array_equal(made.getNumpyVersion(), expected)
-    made.close()

@@ -19,47 +19,33 @@ from tests.compat.speedtorch_models import DIM, REFUSED, Loop, N, loop, start, v
 # ---- constructors
 
 
-@pytest.mark.parametrize("kind", REFUSED)
-def test_optimizers_that_are_not_element_wise(kind: Any) -> None:
-    model = nn.Sequential(nn.Embedding(4, DIM))
-    with pytest.raises(FlatbedError, match=REFUSED[kind]):
-        SpeedTorch.OptimizerFactory(kind(model.parameters()), N, DIM, model, "0")
+def state_of(model: nn.Module, kind: Any, of: nn.Module | None = None) -> Any:
+    return SpeedTorch.OptimizerFactory(kind((of or model).parameters()), N, DIM, model, "0")
 
 
-def test_optimizers_of_others() -> None:
-    model = nn.Sequential(nn.Embedding(4, DIM))
-    with pytest.raises(TypeError, match=r"Adam of flatbed.optim"):
-        SpeedTorch.OptimizerFactory(flatbed.optim.Adam(model.parameters()), N, DIM, model, "0")
-    other = torch.optim.Adam(nn.Linear(2, 2).parameters())
-    with pytest.raises(ValueError, match="'0' among its parameters"):
-        SpeedTorch.OptimizerFactory(other, N, DIM, model, "0")
+def rows_of(**options: Any) -> Any:
+    return SpeedTorch.ModelFactory(nn.Embedding(4, DIM, **options), N, DIM)
 
 
-@pytest.mark.parametrize("option", [{"max_norm": 1.0}, {"padding_idx": 0}, {"scale_grad_by_freq": True}])
-def test_options_about_slots(option: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=next(iter(option))):
-        SpeedTorch.ModelFactory(nn.Embedding(4, DIM, **option), N, DIM)
+CONSTRUCTORS: list[tuple[Any, type[Exception], str]] = [
+    *((lambda m, kind=kind: state_of(m, kind), FlatbedError, said) for kind, said in REFUSED.items()),  # type: ignore[misc]
+    (lambda m: state_of(m, flatbed.optim.Adam), TypeError, "Adam of flatbed.optim"),
+    (lambda m: state_of(m, torch.optim.Adam, nn.Linear(2, 2)), ValueError, "'0' among its parameters"),
+    (lambda m: state_of(m, torch.optim.ASGD).optInit(), FlatbedError, "ModelFactory before optInit"),
+    (lambda m: rows_of(max_norm=1.0), ValueError, "max_norm"),
+    (lambda m: rows_of(padding_idx=0), ValueError, "padding_idx"),
+    (lambda m: rows_of(scale_grad_by_freq=True), ValueError, "scale_grad_by_freq"),
+    (lambda m: SpeedTorch.PytorchModelFactory(m[0], N, DIM, deviceType="tpu"), RuntimeError, "tpu"),
+    (lambda m: SpeedTorch.ModelFactory(m[0], N, DIM + 1), ValueError, "embed_dimension"),
+    (lambda m: SpeedTorch.ModelFactory(m[0], N, DIM, datatype="float64"), ValueError, "torch.float64"),
+    (lambda m: SpeedTorch.COM(10, "uint33"), ValueError, "'float32'.*found 'uint33'"),
+]
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda e: SpeedTorch.PytorchModelFactory(e, N, DIM, deviceType="tpu"), "tpu"),
-        (lambda e: SpeedTorch.ModelFactory(e, N, DIM + 1), "embed_dimension"),
-        (lambda e: SpeedTorch.ModelFactory(e, N, DIM, datatype="float64"), "expected torch.float64"),
-        (lambda e: SpeedTorch.COM(10, "uint33"), "'float32'.*found 'uint33'"),
-    ],
-)
-def test_arguments_that_do_not_fit(make: Any, message: str) -> None:
-    with pytest.raises((ValueError, RuntimeError), match=message):
-        make(nn.Embedding(4, DIM))
-
-
-def test_averages_need_the_weights() -> None:
-    model = nn.Sequential(nn.Embedding(4, DIM))
-    state = SpeedTorch.OptimizerFactory(torch.optim.ASGD(model.parameters()), N, DIM, model, "0")
-    with pytest.raises(FlatbedError, match="ModelFactory before optInit"):
-        state.optInit()
+@pytest.mark.parametrize(("make", "error", "message"), CONSTRUCTORS)
+def test_arguments_that_do_not_fit(make: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make(nn.Sequential(nn.Embedding(4, DIM)))
 
 
 # ---- methods
@@ -135,6 +121,7 @@ def test_calls_before_an_init(name: str, tmp_path: Path) -> None:
 
 def test_ids_of_before_and_after_must_be_the_same() -> None:
     made = loop(4)
+    changed = np.array([1, 2], dtype=np.int64)
     for switcher in (made.rows, made.state):
         with pytest.raises(FlatbedError, match="without a beforeForwardPass"):
             switcher.afterOptimizerStep([1, 2])
@@ -144,55 +131,52 @@ def test_ids_of_before_and_after_must_be_the_same() -> None:
         for other in (([1, 3], [3]), ([1, 2, 3, 3], None), ([2, 1], [3])):
             with pytest.raises(FlatbedError, match="other ids"):
                 switcher.afterOptimizerStep(*other)
-    assert np.array_equal(made.rows.getNumpyVersion(), start()[0].numpy())
-
-
-def test_ids_that_were_changed_in_place() -> None:
-    rows, ids = loop().rows, np.array([1, 2], dtype=np.int64)
-    rows.beforeForwardPass(ids)
-    ids[0] = 5
+    made = loop()
+    made.rows.beforeForwardPass(changed)
+    changed[0] = 5
     with pytest.raises(FlatbedError, match="other ids"):
-        rows.afterOptimizerStep(ids)
+        made.rows.afterOptimizerStep(changed)
+    assert np.array_equal(made.rows.getNumpyVersion(), start()[0].numpy())
 
 
 # ---- a switcher that was left out
 
 
-@pytest.mark.parametrize("forgotten", ["rows", "state"])
-def test_a_step_that_would_be_lost(forgotten: str) -> None:
+def seen(switcher: Any) -> Any:
+    """Rows, or the state of all rows."""
+    return np.array(switcher.CUPYcorpi if "Optimizer" in type(switcher).__name__ else switcher.getCupyVar())
+
+
+@pytest.mark.parametrize("forgotten", [2, 3], ids=["rows", "state"])
+def test_a_step_that_would_be_lost(forgotten: int) -> None:
     """The first call raises and changes nothing; the second one drops the step."""
     made = loop()
-    lost, other = (made.rows, made.state) if forgotten == "rows" else (made.state, made.rows)
-
-    def look() -> Any:
-        found = lost.getNumpyVersion()
-        return found["exp_avg"] if isinstance(found, dict) else found
-
+    lost, other = made[forgotten], made[5 - forgotten]
     for ids in ([1, 2], [3, 2], [4, 1]):
-        before = look()
+        before = seen(lost)
         made.step(ids)
         other.afterOptimizerStep(ids)
         with pytest.raises(FlatbedError, match=r"lose .*call afterOptimizerStep"):
             lost.beforeForwardPass([5, 6])
-        assert np.array_equal(before, look())
+        assert np.array_equal(before, seen(lost))
         if ids != [4, 1]:
             lost.afterOptimizerStep(ids)
-            assert not np.array_equal(before, look())
+            assert not np.array_equal(before, seen(lost))
     lost.beforeForwardPass([5, 6])
 
 
-@pytest.mark.parametrize("used", ["rows", "state"])
-def test_a_step_with_rows_and_state_of_different_ids(used: str) -> None:
+@pytest.mark.parametrize("used", [2, 3], ids=["rows", "state"])
+def test_a_step_with_rows_and_state_of_different_ids(used: int) -> None:
     made = loop()
     made.train([1, 2])
-    switcher, other = (made.rows, made.state) if used == "rows" else (made.state, made.rows)
-    before = np.array(switcher.getCupyVar() if used == "rows" else switcher.CUPYcorpi)
+    switcher, other = made[used], made[5 - used]
+    before = seen(switcher)
     switcher.beforeForwardPass([3, 4])
     made.backward(2)
     made.optimizer.step()
     with pytest.raises(FlatbedError, match=rf"other rows in {type(other).__name__}.*nothing was written"):
         switcher.afterOptimizerStep([3, 4])
-    assert np.array_equal(switcher.getCupyVar() if used == "rows" else switcher.CUPYcorpi, before)
+    assert np.array_equal(seen(switcher), before)
 
 
 def test_steps_and_reads_that_are_right() -> None:
@@ -256,25 +240,18 @@ def test_several_forward_and_backward_passes() -> None:
     assert grad[:, 0].tolist() == [2, 2, 0, 0]
 
 
-def test_a_gradient_that_an_earlier_batch_left() -> None:
-    made = loop(3)
-    made.rows.beforeForwardPass([1, 2, 3])
-    made.embedding(torch.arange(3)).sum().backward()
-    made.rows.beforeForwardPass([4, 5, 6])
-    with pytest.raises(FlatbedError, match="zero_grad"):
-        made.embedding(torch.arange(3)).sum().backward()
-
-
 @pytest.mark.parametrize("sparse", [False, True])
-def test_backward_of_an_earlier_forward_pass(sparse: bool) -> None:
-    """Its gradient is of rows that the variable no longer holds."""
+def test_gradients_of_an_earlier_batch(sparse: bool) -> None:
+    """They are of rows that the variable no longer holds."""
     made = loop(3, torch.optim.SGD, sparse=sparse)
     made.rows.beforeForwardPass([1, 2, 3])
     old, again = (made.embedding(torch.arange(3)).sum() for _ in range(2))
     made.rows.beforeForwardPass([1, 2, 3])
     again.backward()
-    made.optimizer.zero_grad()
     made.rows.beforeForwardPass([4, 5, 6])
+    with pytest.raises(FlatbedError, match="zero_grad"):
+        made.embedding(torch.arange(3)).sum().backward()
+    made.optimizer.zero_grad()
     with pytest.raises(FlatbedError, match=r"earlier batch.*before the next beforeForwardPass"):
         old.backward()
     made.backward(3)
@@ -315,22 +292,20 @@ def test_state_that_was_loaded(tmp_path: Path) -> None:
         made.rows.afterOptimizerStep([1, 2])
 
 
-def test_rows_that_could_not_be_loaded(tmp_path: Path) -> None:
-    rows = SpeedTorch.ModelFactoryMM(nn.Embedding(2, DIM), N, DIM, f"{tmp_path}/rows")
+def test_files_that_are_not_loaded(tmp_path: Path) -> None:
+    """Files of another shape, or with objects, change nothing."""
+    rows, fresh = loop().rows, SpeedTorch.ModelFactoryMM(nn.Embedding(2, DIM), N, DIM, f"{tmp_path}/rows")
     np.save(tmp_path / "small.npy", np.ones((3, DIM), np.float32))
-    with pytest.raises(ValueError, match=rf"expected \(1, {N}, {DIM}\)"):
-        rows.loadCupy(tmp_path / "small.npy")
-    with pytest.raises(FlatbedError, match="no rows yet"):
-        rows.beforeForwardPass([1, 2])
-    assert not list(tmp_path.glob("*.bed"))
-
-
-def test_files_are_not_unpickled(tmp_path: Path) -> None:
-    rows = loop().rows
     np.save(tmp_path / "objects.npy", np.array([{}, {}]), allow_pickle=True)
-    with pytest.raises(ValueError, match="objects"):
-        rows.loadCupy(tmp_path / "objects.npy")
     torch.save(Loop, tmp_path / "strange.pt")
-    with pytest.raises(pickle.UnpicklingError):
-        rows.loadTorch(tmp_path / "strange.pt")
+    for switcher in (rows, fresh):
+        with pytest.raises(ValueError, match=rf"expected \(1, {N}, {DIM}\)"):
+            switcher.loadCupy(tmp_path / "small.npy")
+        with pytest.raises(ValueError, match="objects"):
+            switcher.loadCupy(tmp_path / "objects.npy")
+        with pytest.raises(pickle.UnpicklingError):
+            switcher.loadTorch(tmp_path / "strange.pt")
     assert np.array_equal(rows.getNumpyVersion(), start()[0].numpy())
+    with pytest.raises(FlatbedError, match="no rows yet"):
+        fresh.beforeForwardPass([1, 2])
+    assert not list(tmp_path.glob("*.bed"))
