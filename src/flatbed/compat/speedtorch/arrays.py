@@ -153,6 +153,7 @@ class ArrayViews:
 class StoredArray(ArrayViews):
     """An array as one tensor: on the GPU, in host memory or mapped from a file."""
 
+    datatype: Any
     _init_method: str
     _tensor: Tensor | None = None
 
@@ -303,11 +304,12 @@ class DataGadgetMM(MappedArray):
 MOST = 1 << 53  # sums are float64, which count exactly to here
 
 
+@dataclass(eq=False, repr=False)
 class CountMatrix(StoredArray):
     """Counts, (total_classes, total_classes)."""
 
     total_classes: int
-    datatype: Any
+
     _init_method = "comInit()"
     CUPYCom = StoredArray.CUPYcorpus
 
@@ -334,19 +336,15 @@ class CountMatrix(StoredArray):
 
     def addCounts(self, rowIndexes: Any, columnIndexes: Any, counts: Any = None) -> None:
         """Add `counts`, by default 1, to each entry, repeats included; raise if a sum does not fit."""
-        self.getTorchVar()
         rows, columns = (row_ids(self.total_classes, flat_ids(ids)) for ids in (rowIndexes, columnIndexes))
         given = np.ones(len(rows)) if counts is None else as_array(counts).reshape(-1).astype(np.float64)
         if not len(rows) == len(columns) == len(given):
             raise ValueError(
                 f"found {len(rows)} rows, {len(columns)} columns and {len(given)} counts; expected one number"
             )
-        if not len(rows):
-            return
         keys, inverse = np.unique(rows * self.total_classes + columns, return_inverse=True)
         entries = divmod(keys, self.total_classes)
-        current = to_numpy(self.getData(entries))
-        totals = current + np.bincount(inverse.reshape(-1), given)
+        totals = to_numpy(self.getData(entries)) + np.bincount(inverse.reshape(-1), given, len(keys))
         self._check_totals(totals)
         self.insertData(totals, entries)
 
@@ -380,7 +378,6 @@ class COM(CountMatrix):
     array([2, 1], dtype=uint32)
     """
 
-    total_classes: int
     datatype: Any = "uint32"
     CPUPinn: bool = False
 
@@ -392,7 +389,6 @@ class COMMM(CountMatrix, MappedArray):
     `checkpoint()` and `close()` save the counts, `openFile()` continues with them; `CPUPinn` changes nothing.
     """
 
-    total_classes: int
     diskname: FileName = "COM"
     datatype: Any = "uint32"
     CPUPinn: bool = False
@@ -415,7 +411,6 @@ class COMMM(CountMatrix, MappedArray):
 class PytorchCOM(CountMatrix):
     """A co-occurrence matrix: `deviceType` "cuda" for the GPU, "cpu" for host memory."""
 
-    total_classes: int
     datatype: Any = "int32"
     deviceType: str = "cuda"
     pinType: bool = False
@@ -425,7 +420,6 @@ class PytorchCOM(CountMatrix):
 class GPUPytorchCOM(CountMatrix):
     """A co-occurrence matrix on the GPU."""
 
-    total_classes: int
     datatype: Any = "int32"
 
 
@@ -433,6 +427,5 @@ class GPUPytorchCOM(CountMatrix):
 class CPUPytorchCOM(CountMatrix):
     """A co-occurrence matrix in host memory."""
 
-    total_classes: int
     datatype: Any = "int32"
     _storage = "host"

@@ -248,7 +248,7 @@ class StateSwitcher(Switcher):
                 part[:] = weights._read_block(block)[0] if weights and first is None else first
             return rows
 
-        if any(firsts) or None in firsts:
+        if any(first != 0.0 for first in firsts):
             self._fill(first_rows)
 
     def _load(self, values: Tensor) -> None:
