@@ -120,8 +120,7 @@ def test_extra_parameters_keep_their_place() -> None:
     (model(batches(1)[0]).sum() + before.sum() + after.sum()).backward()
     optimizer.step()
     state = flat.optimizer_state_dict(optimizer)
-    shapes = [tuple(state["state"][i]["exp_avg"].shape) for i in range(4)]
-    assert shapes == [(2,), (7, 7), (7,), (3,)]
+    assert [len(state["state"][i]["exp_avg"]) for i in range(4)] == [2, 7, 7, 3]
     flat.load_optimizer_state_dict(optimizer, state)
     assert torch.equal(optimizer.state[after]["exp_avg"], state["state"][3]["exp_avg"])
 
@@ -185,37 +184,32 @@ def test_state_and_gradients_are_pickled_without_the_buffers(grads: Any) -> None
 # ---- files of a flattened model, written and read by the usual calls
 
 
-def write_parameters(model: nn.Module, file: Path) -> None:
-    torch.save(dict(model.named_parameters(remove_duplicate=False)), file)
+FORMATS: dict[str, tuple[Any, Any]] = {
+    "torch": (
+        lambda m, f: torch.save(m.state_dict(), f),
+        lambda m, f: m.load_state_dict(torch.load(f, weights_only=True)),
+    ),
+    "parameters": (
+        lambda m, f: torch.save(dict(m.named_parameters(remove_duplicate=False)), f),
+        lambda m, f: m.load_state_dict(torch.load(f, weights_only=True), strict=False),
+    ),
+    "safetensors": (safetensors.torch.save_model, safetensors.torch.load_model),
+}
 
 
-@pytest.mark.parametrize(
-    ("write", "read"),
-    [
-        (
-            lambda m, f: torch.save(m.state_dict(), f),
-            lambda m, f: m.load_state_dict(torch.load(f, weights_only=True)),
-        ),
-        (write_parameters, None),
-        (safetensors.torch.save_model, safetensors.torch.load_model),
-    ],
-    ids=["torch", "parameters", "safetensors"],
-)
+@pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("name", ["mixed", "conv", "tied", "frozen", "rnn"])
 @DEVICES
-def test_files_equal_those_of_a_plain_model(
-    device: str, name: str, write: Any, read: Any, tmp_path: Path
-) -> None:
-    plain, model = build(name, device), build(name, device)
+def test_files_equal_those_of_a_plain_model(device: str, name: str, form: str, tmp_path: Path) -> None:
+    write, read = FORMATS[form]
+    plain, model, fresh = (build(name, device) for _ in range(3))
     flat = FlatParams(model)
     write(model, tmp_path / "model")
     is_fused = (name, device) == ("rnn", "cuda")  # cuDNN keeps all weights of a plain RNN in one storage
     if not is_fused:
         write(plain, tmp_path / "plain")
         assert (tmp_path / "model").stat().st_size == (tmp_path / "plain").stat().st_size
-    if read is None:
-        return
-    for target in (model,) if is_fused else (build(name, device), model):
+    for target in (model,) if is_fused else (fresh, model):
         for p in target.parameters():
             nn.init.zeros_(p)
         read(target, tmp_path / "model")

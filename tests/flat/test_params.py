@@ -13,7 +13,8 @@ from torch import nn
 
 from flatbed import Embedding, FlatbedError, FlatParams
 from flatbed.flat import Segment
-from tests.cases import MODELS, assert_same, batches, build, loss_of, two_groups
+from tests.cases import BOTH, MODELS, assert_same, batches, build, loss_of, two_groups
+from tests.flat.twins import twins
 
 
 def in_buffer(flat: FlatParams, p: torch.Tensor, segment: Segment) -> bool:
@@ -78,16 +79,8 @@ def test_one_buffer_per_group_and_dtype() -> None:
     assert len(FlatParams([model[0].bias, model[0].bias]).segments) == 1
 
 
-def test_a_strided_parameter_with_holes_becomes_dense() -> None:
-    p = nn.Parameter(torch.arange(20.0).view(4, 5)[:, :3])
-    expected = p.detach().clone()
-    FlatParams([p])
-    assert torch.equal(p, expected)
-    assert p.stride() == (3, 1)
-
-
-def _overlapping() -> nn.Parameter:
-    return nn.Parameter(torch.randn(1, 4).expand(3, 4))
+class OtherTensor(torch.Tensor):
+    """As a DTensor, of another type than torch's."""
 
 
 def _overlapping_pair() -> list[nn.Parameter]:
@@ -107,7 +100,12 @@ def _in_two_groups() -> list[dict[str, Any]]:
         (lambda: [nn.Parameter(torch.randn(3).to_sparse())], ValueError, "sparse"),
         (lambda: [nn.Parameter(torch.randn(3, dtype=torch.complex64))], ValueError, "complex"),
         (lambda: [nn.Parameter(torch.empty(3, device="meta"))], ValueError, "meta device"),
-        (lambda: [_overlapping()], ValueError, "overlaps itself"),
+        (lambda: [nn.Parameter(torch.randn(1, 4).expand(3, 4))], ValueError, "overlaps itself"),
+        (
+            lambda: [nn.Parameter(torch.randn(3).as_subclass(OtherTensor))],
+            ValueError,
+            r"OtherTensor.*flatbed\.optim",
+        ),
         (lambda: [nn.Parameter(torch.randn(3)) * 2], ValueError, "not a leaf"),
         (lambda: [{"lr": 0.1}], TypeError, "'params' key"),
         (
@@ -133,28 +131,11 @@ def test_refusals_come_before_any_change(bad: Any, error: type[Exception], messa
     assert good.data_ptr() == before
 
 
-def test_dtensor_is_refused() -> None:
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import DTensor, Replicate
-
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        sharded = DTensor.from_local(torch.randn(4), DeviceMesh("cpu", [0]), [Replicate()])
-        with pytest.raises(ValueError, match=r"DTensor.*flatbed\.optim"):
-            FlatParams([nn.Parameter(sharded)])
-    finally:
-        torch.distributed.destroy_process_group()
-
-
 def test_memory_is_freed_without_the_cycle_collector() -> None:
-    model = build("mixed")
-    flat = FlatParams(model)
-    optimizer = torch.optim.Adam(flat.parameters())
-    loss_of(model, batches(1)[0]).backward()
-    optimizer.step()
-    gone = weakref.ref(flat)
-    del flat, optimizer, model
+    pair = twins()
+    pair[1].train(0)
+    gone = weakref.ref(pair[1].flat)
+    del pair
     assert gone() is None
 
 
@@ -174,10 +155,10 @@ def pickled(things: Any) -> Any:
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
-@pytest.mark.parametrize("grads", ["follow", "bound"])
-def test_copies_of_all_three_stay_connected(copied: Any, order: tuple[int, ...], grads: str) -> None:
+@BOTH
+def test_copies_of_all_three_stay_connected(copied: Any, order: tuple[int, ...], grads: Any) -> None:
     model = build("tied")
-    flat = FlatParams(model, grads=grads)  # type: ignore[arg-type]
+    flat = FlatParams(model, grads=grads)
     things: list[Any] = [model, flat, torch.optim.Adam(flat.parameters(), lr=0.01)]
     train_on(things[0], things[2])
     copies = copied(tuple(things[i] for i in order))
@@ -243,8 +224,6 @@ def test_lost_group_options_are_reported() -> None:
 
 def test_held_twice_is_refused() -> None:
     model = build("tied")
-    flat = FlatParams(model)
-    optimizer = torch.optim.SGD([*flat.parameters(), *model.parameters()], lr=0.1)
-    loss_of(model, batches(1)[0]).backward()
+    optimizer = torch.optim.SGD([*FlatParams(model).parameters(), *model.parameters()], lr=0.1)
     with pytest.raises(FlatbedError, match=r"'encoder\.weight'.*twice.*flat\.parameters"):
         optimizer.step()
