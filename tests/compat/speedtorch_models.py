@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -138,10 +139,13 @@ class Loop(NamedTuple):
         self.optimizer.zero_grad()
         self.embedding(torch.arange(n)).square().sum().backward()
 
+    def learn(self, n: int = 2) -> None:
+        self.backward(n)
+        self.optimizer.step()
+
     def step(self, ids: Any) -> None:
         self.before(ids)
-        self.backward(len(ids))
-        self.optimizer.step()
+        self.learn(len(ids))
 
     def after(self, ids: Any) -> None:
         for switcher in (self.rows, self.state):
@@ -150,6 +154,13 @@ class Loop(NamedTuple):
     def train(self, ids: Any) -> None:
         self.step(ids)
         self.after(ids)
+
+    def play(self, *calls: str) -> None:
+        """Call methods of the loop, its optimizer or its switchers, given as "rows.before 1 2"."""
+        for call in calls:
+            name, *ids = call.split()
+            name = name.replace(".before", ".beforeForwardPass").replace(".after", ".afterOptimizerStep")
+            attrgetter(name)(self)(*[[int(one) for one in ids]] if ids else [])
 
 
 def loop(

@@ -14,7 +14,7 @@ from torch import nn
 import flatbed
 import flatbed.compat.speedtorch as SpeedTorch
 from flatbed import FlatbedError
-from tests.compat.speedtorch_models import DIM, REFUSED, Loop, N, loop, start, values
+from tests.compat.speedtorch_models import DIM, REFUSED, Loop, N, loop, start
 
 # ---- constructors
 
@@ -116,30 +116,7 @@ def test_calls_before_an_init(name: str, tmp_path: Path) -> None:
                 getattr(made, method)(*ids.get(method, ()))
 
 
-# ---- ids
-
-
-def test_ids_of_before_and_after_must_be_the_same() -> None:
-    made = loop(4)
-    changed = np.array([1, 2], dtype=np.int64)
-    for switcher in (made.rows, made.state):
-        with pytest.raises(FlatbedError, match="without a beforeForwardPass"):
-            switcher.afterOptimizerStep([1, 2])
-        switcher.beforeForwardPass([1, 2], [3])
-        with torch.no_grad():
-            made.embedding.weight.fill_(9.0)
-        for other in (([1, 3], [3]), ([1, 2, 3, 3], None), ([2, 1], [3])):
-            with pytest.raises(FlatbedError, match="other ids"):
-                switcher.afterOptimizerStep(*other)
-    made = loop()
-    made.rows.beforeForwardPass(changed)
-    changed[0] = 5
-    with pytest.raises(FlatbedError, match="other ids"):
-        made.rows.afterOptimizerStep(changed)
-    assert np.array_equal(made.rows.getNumpyVersion(), start()[0].numpy())
-
-
-# ---- a switcher that was left out
+# ---- calls that were left out, or are in the wrong order
 
 
 def seen(switcher: Any) -> Any:
@@ -147,59 +124,62 @@ def seen(switcher: Any) -> Any:
     return np.array(switcher.CUPYcorpi if "Optimizer" in type(switcher).__name__ else switcher.getCupyVar())
 
 
-@pytest.mark.parametrize("forgotten", [2, 3], ids=["rows", "state"])
-def test_a_step_that_would_be_lost(forgotten: int) -> None:
-    """The first call raises and changes nothing; the second one drops the step."""
+NEW = "without a beforeForwardPass.*nothing was written"
+OTHER = "with other ids than beforeForwardPass.*nothing was written"
+LOST = "lose .*call afterOptimizerStep"
+CALLS = [
+    ("rows.after 1 2", NEW),
+    ("state.after 1 2", NEW),
+    ("train 1 2, rows.after 1 2", NEW),
+    ("step 1 2, rows.zerosInit, rows.after 1 2", NEW),
+    ("step 1 2, state.optInit, state.after 1 2", NEW),
+    ("step 1 2, rows.after 1 3", OTHER),
+    ("step 1 2, rows.after 2 1", OTHER),
+    ("step 1 2, state.after 1 2 2", OTHER),
+    ("step 1 2, state.after 1 2, rows.before 5 6", LOST),
+    ("step 1 2, rows.after 1 2, state.before 5 6", LOST),
+    ("train 3 2, step 1 2, state.after 1 2, rows.before 1 2", LOST),
+    ("train 1 2, rows.before 3 4, learn, rows.after 3 4", "other rows in OptimizerFactory"),
+    ("train 1 2, state.before 3 4, learn, state.after 3 4", "other rows in ModelFactory"),
+    ("step 1 2, state.optInit, rows.after 1 2", "other rows in OptimizerFactory"),
+]
+
+
+@pytest.mark.parametrize(("calls", "message"), CALLS)
+def test_the_last_call_would_mix_up_rows(calls: str, message: str) -> None:
     made = loop()
-    lost, other = made[forgotten], made[5 - forgotten]
-    for ids in ([1, 2], [3, 2], [4, 1]):
-        before = seen(lost)
-        made.step(ids)
-        other.afterOptimizerStep(ids)
-        with pytest.raises(FlatbedError, match=r"lose .*call afterOptimizerStep"):
-            lost.beforeForwardPass([5, 6])
-        assert np.array_equal(before, seen(lost))
-        if ids != [4, 1]:
-            lost.afterOptimizerStep(ids)
-            assert not np.array_equal(before, seen(lost))
-    lost.beforeForwardPass([5, 6])
+    *first, last = calls.split(", ")
+    made.play(*first)
+    before = [seen(switcher) for switcher in made[2:]]
+    with pytest.raises(FlatbedError, match=message):
+        made.play(last)
+    assert all(map(np.array_equal, before, [seen(switcher) for switcher in made[2:]]))
+    if message == LOST:
+        made.play(last)  # a second call drops the step
 
 
-@pytest.mark.parametrize("used", [2, 3], ids=["rows", "state"])
-def test_a_step_with_rows_and_state_of_different_ids(used: int) -> None:
-    made = loop()
-    made.train([1, 2])
-    switcher, other = made[used], made[5 - used]
-    before = seen(switcher)
-    switcher.beforeForwardPass([3, 4])
-    made.backward(2)
-    made.optimizer.step()
-    with pytest.raises(FlatbedError, match=rf"other rows in {type(other).__name__}.*nothing was written"):
-        switcher.afterOptimizerStep([3, 4])
-    assert np.array_equal(seen(switcher), before)
-
-
-def test_steps_and_reads_that_are_right() -> None:
+@pytest.mark.parametrize(
+    "calls",
+    [
+        "step 1 2, state.after 1 2, rows.after 1 2, train 7 8",
+        "train 1 2, before 1 2, before 5 6, optimizer.zero_grad, optimizer.step, train 7 8",
+        "train 1 2, state.before 7 8, rows.before 7 8, rows.before 7 8, learn, after 7 8",
+        "step 1 2, state.close, rows.after 1 2, rows.before 7 8, learn, rows.after 7 8",
+    ],
+)
+def test_calls_that_are_right(calls: str) -> None:
     """Reading other rows, steps without a gradient, and training after the state's switcher is closed."""
     made = loop()
-    before = made.rows.getNumpyVersion()
-    made.train([1, 2])
-    made.before([1, 2])
-    made.before([5, 6])
-    made.optimizer.zero_grad()
-    made.optimizer.step()
-    made.state.beforeForwardPass([1, 2])
-    made.rows.beforeForwardPass([1, 2])
-    made.rows.beforeForwardPass([1, 2])  # the state of these rows is still loaded
-    made.backward(2)
-    made.optimizer.step()
-    made.state.close()
-    made.rows.afterOptimizerStep([1, 2])
-    made.rows.beforeForwardPass([7, 8])
-    made.backward(2)
-    made.optimizer.step()
-    made.rows.afterOptimizerStep([7, 8])
-    assert (made.rows.getNumpyVersion() != before).any(1).nonzero()[0].tolist() == [1, 2, 7, 8]
+    made.play(*calls.split(", "))
+    assert (made.rows.getNumpyVersion() != start()[0].numpy()).any(1).nonzero()[0].tolist() == [1, 2, 7, 8]
+
+
+def test_ids_that_were_changed_in_place() -> None:
+    rows, ids = loop().rows, np.array([1, 2], dtype=np.int64)
+    rows.beforeForwardPass(ids)
+    ids[0] = 5
+    with pytest.raises(FlatbedError, match=OTHER):
+        rows.afterOptimizerStep(ids)
 
 
 def test_two_switchers_of_one_optimizer_or_variable() -> None:
@@ -262,20 +242,6 @@ def test_gradients_of_an_earlier_batch(sparse: bool) -> None:
 # ---- state and files
 
 
-@pytest.mark.parametrize("method", ["loadCupy", "loadTorch", "customInit", "zerosInit"])
-def test_rows_that_were_replaced_in_between(method: str, tmp_path: Path) -> None:
-    rows, other = loop().rows, torch.full((N, DIM), 3.0)
-    np.save(tmp_path / "rows.npy", other.numpy())
-    torch.save(other, tmp_path / "rows.pt")
-    rows.beforeForwardPass([1, 2])
-    given: dict[str, Any] = {"loadCupy": tmp_path / "rows", "loadTorch": tmp_path / "rows.pt"}
-    given["customInit"] = values(other)
-    getattr(rows, method)(*[given[method]] if method in given else [])
-    with pytest.raises(FlatbedError, match="without a beforeForwardPass"):
-        rows.afterOptimizerStep([1, 2])
-    assert (rows.getNumpyVersion() == (0.0 if method == "zerosInit" else 3.0)).all()
-
-
 def test_state_that_was_loaded(tmp_path: Path) -> None:
     made = loop()
     made.state.saveCupy(tmp_path / "state")
@@ -283,13 +249,10 @@ def test_state_that_was_loaded(tmp_path: Path) -> None:
     with pytest.raises(FlatbedError, match="state dict"):
         made.state.beforeForwardPass([1])
     made.state.optInit()
-    made.train([1, 2])
-    made.step([1, 2])
+    made.play("train 1 2", "step 1 2")
     made.state.loadCupy(tmp_path / "state")
-    with pytest.raises(FlatbedError, match="without a beforeForwardPass"):
+    with pytest.raises(FlatbedError, match=NEW):
         made.state.afterOptimizerStep([1, 2])
-    with pytest.raises(FlatbedError, match="other rows in OptimizerFactory"):
-        made.rows.afterOptimizerStep([1, 2])
 
 
 def test_files_that_are_not_loaded(tmp_path: Path) -> None:
