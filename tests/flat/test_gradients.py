@@ -36,21 +36,6 @@ def test_reading_gathers_once() -> None:
     assert torch.equal(first, expected)
 
 
-def test_strided_and_absent_gradients_are_gathered() -> None:
-    params = [nn.Parameter(torch.randn(n)) for n in (3, 64, 1, 0, 130, 64)]
-    flat = FlatParams(params)
-    for turn in range(3):
-        for i, p in enumerate(params):
-            p.grad = torch.randn(p.numel() * 2)[::2] if turn == 1 else torch.randn_like(p)
-            if turn == 2 and i == 1:
-                p.grad = None
-        expected = flat_of(flat, [torch.zeros_like(p) if p.grad is None else p.grad for p in params])
-        (f,) = flat.parameters()
-        assert torch.equal(f.grad, expected)
-        f.grad = None
-        assert all(p.grad is None for p in params)
-
-
 @pytest.mark.parametrize("zero", ["optimizer", "optimizer, twice", "module", "by hand"])
 @pytest.mark.parametrize("set_to_none", [True, False])
 @BOTH
@@ -132,18 +117,6 @@ def test_a_sparse_gradient_is_refused_by_name() -> None:
     with pytest.raises(FlatbedError, match=r"'0\.weight'.*sparse=False"):
         optimizer.step()
     assert torch.equal(before, model[1].weight)
-
-
-def test_bound_gradients_are_views_from_the_start() -> None:
-    _, (model, optimizer, flat) = twins("bound")
-    views = [p.grad for p in flat.originals()]
-    (buffer,) = flat.grad_buffers
-    backward(model)
-    assert flat.parameters()[0].grad is buffer
-    assert buffer.any()
-    optimizer.zero_grad()
-    assert not buffer.any()
-    assert all(p.grad is v for p, v in zip(flat.originals(), views, strict=True))
 
 
 # ---- steps

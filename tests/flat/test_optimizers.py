@@ -97,32 +97,26 @@ class JoinsAll(Simple):
             p.sub_(p.grad - mean, alpha=0.01)
 
 
-class AdaNorm(Simple):
-    """Scales gradients up while their norm falls, and leaves them alone while it rises."""
-
-    def direction(self, p: Any) -> torch.Tensor:
-        state, norm = self.state[p], p.grad.norm()
-        state["norm"] = 0.95 * state.get("norm", 0 * norm) + 0.05 * norm
-        return p.grad * (state["norm"] / norm).clamp(min=1.0)
+def ada_norm(self: Any, p: Any) -> torch.Tensor:
+    """Scale gradients up while their norm falls, and leave them alone while it rises."""
+    state, norm = self.state[p], p.grad.norm()
+    state["norm"] = 0.95 * state.get("norm", 0 * norm) + 0.05 * norm
+    return p.grad * (state["norm"] / norm).clamp(min=1.0)
 
 
-class AdaShift(Simple):
-    """Moves nothing before the eleventh step, and then scales by the largest element of an old gradient."""
-
-    def direction(self, p: Any) -> torch.Tensor:
-        held = self.state[p].setdefault("grads", deque(maxlen=11))
-        held.append(p.grad.clone())
-        return p.grad / held[0].abs().max() if len(held) == 11 else torch.zeros_like(p)
+def ada_shift(self: Any, p: Any) -> torch.Tensor:
+    """Move nothing before the eleventh step, and then scale by the largest element of an old gradient."""
+    held = self.state[p].setdefault("grads", deque(maxlen=11))
+    held.append(p.grad.clone())
+    return p.grad / held[0].abs().max() if len(held) == 11 else torch.zeros_like(p)
 
 
-class AvaGrad(Simple):
-    """Scales by a norm that the step before has left in the group."""
-
-    def direction(self, p: Any) -> torch.Tensor:
-        group = self.param_groups[0]
-        gamma = group.get("gamma", 1.0)
-        group["gamma"] = float(p.grad.norm() / p.numel() ** 0.5)
-        return p.grad * gamma
+def ava_grad(self: Any, p: Any) -> torch.Tensor:
+    """Scale by a norm that the step before has left in the group."""
+    group = self.param_groups[0]
+    gamma = group.get("gamma", 1.0)
+    group["gamma"] = float(p.grad.norm() / p.numel() ** 0.5)
+    return p.grad * gamma
 
 
 def factor_large(self: Any, p: Any) -> torch.Tensor:
@@ -154,6 +148,7 @@ def of_convolutions(self: Any, p: Any) -> torch.Tensor:
     return p.grad if p.dim() < 4 else centralize(self, p)
 
 
+DIRECTIONS = (centralize, of_convolutions, factor_large, project, ada_norm, ada_shift, ava_grad)
 SHAPE_READERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "Adafactor": torch.optim.Adafactor,
     "Lars": lambda params: simple("Lars", lars)(params, lr=0.0),
@@ -161,14 +156,7 @@ SHAPE_READERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SecretLars": lambda params: simple("SecretLars", lars, NeedsMore)(params, secret=2.0),  # type: ignore[call-arg]
     "PassingLars": lambda params: simple("PassingLars", lars, PassesOn)(params, 0.1, factor=0.1),  # type: ignore[call-arg]
     "OfOptions": lambda params: OfOptions(params, lr=0.1, mode="norm"),
-    "Ranger": simple("Ranger", centralize),
-    "OfConvolutions": simple("OfConvolutions", of_convolutions),
-    "Clipped": simple("Clipped", lambda self, p: p.grad * (1.0 / p.grad.norm()).clamp(max=1.0)),
-    "Factored": simple("Factored", factor_large),
-    "AdamP": simple("AdamP", project),
-    "AdaNorm": AdaNorm,
-    "AdaShift": AdaShift,
-    "AvaGrad": AvaGrad,
+    **{direction.__name__: simple(direction.__name__, direction) for direction in DIRECTIONS},
     "JoinsAll": JoinsAll,
 }
 
