@@ -86,6 +86,7 @@ WRONG: list[tuple[tuple[str, ...], str, tuple[Any, ...], type[Exception], str]] 
     ((*MATRICES, *GADGETS), "getData", ([0, N],), IndexError, rf"index {N} .*size {N}"),
     ((*MATRICES, *GADGETS), "getData", ([0.5],), IndexError, r"indices must be long"),
     ((*MATRICES, *GADGETS), "insertData", (np.ones((1, 3)), [1]), RuntimeError, r"shape mismatch.*\[3\]"),
+    (MATRICES, "loadCupy", ("{}/data",), ValueError, rf"\({N}, {N}\); found \({N}, {DIM}\)"),
     (MATRICES, "addCounts", ([1], [N]), IndexError, rf"id {N} .*0 to {N - 1}"),
     (MATRICES, "addCounts", ([1, 2], [0]), ValueError, r"2 rows, 1 columns"),
 ]
