@@ -62,16 +62,22 @@ def load_optimizer_state_dict(
     """See `FlatParams.load_optimizer_state_dict`. Everything is checked before the optimizer changes."""
     flat.rebind()  # a model that was cast has another layout
     all_places = _places(flat, optimizer)
-    _check_sizes(all_places, state)
+    found = [len(group["params"]) for group in state["param_groups"]]
+    expected = [len(places) for places in all_places]
+    if found != expected:
+        raise ValueError(
+            f"the state is of groups with {found} parameters, the optimizer's groups have {expected}: load "
+            f"it into an optimizer over the same parameters in the same groups"
+        )
     built: dict[int, Any] = {}
     for group, given, places in zip(optimizer.param_groups, state["param_groups"], all_places, strict=True):
         parts: dict[int, list[tuple[Place, Any]]] = {}
         for place, position in zip(places, given["params"], strict=True):
             if place.number is not None:
                 parts.setdefault(place.number, []).append((place, state["state"].get(position)))
-        for number, found in parts.items():
-            is_flat = found[0][0].segment is not None
-            joined = _join(optimizer, group, found) if is_flat else found[0][1]
+        for number, states in parts.items():
+            is_flat = states[0][0].segment is not None
+            joined = _join(optimizer, group, states) if is_flat else states[0][1]
             if joined is not None:
                 built[number] = joined
     groups = [
@@ -143,16 +149,6 @@ def _part(optimizer: torch.optim.Optimizer, key: str, value: Any, place: Place) 
     )
 
 
-def _check_sizes(places: list[list[Place]], state: dict[str, Any]) -> None:
-    n_found = [len(group.get("params", ())) for group in state["param_groups"]]
-    expected = [len(group) for group in places]
-    if n_found != expected:
-        raise ValueError(
-            f"the state is of groups with {n_found} parameters, the optimizer's groups have {expected}; "
-            f"load it into an optimizer over the same parameters in the same groups"
-        )
-
-
 def _join(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], parts: list[tuple[Place, Any]]
 ) -> dict[str, Any] | None:
@@ -171,15 +167,13 @@ def _join(
     joined = {}
     for key in keys:
         values = [(place, found[key]) for place, found in present]
-        is_like_params = all(
+        is_per_element = all(
             isinstance(v, torch.Tensor) and v.shape == place.parameter.shape for place, v in values
         )
-        # If all parameters are scalars, a step count looks like state per element.
-        is_scalar = is_like_params and not any(v.dim() for _, v in values)
-        if is_like_params and not (is_scalar and key not in element_state(optimizer, group)):
-            joined[key] = _join_elements(values)
-        else:
-            joined[key] = _common_value(key, values)
+        if is_per_element and not any(v.dim() for _, v in values):
+            # All parameters are scalars, and so is a step count.
+            is_per_element = key in element_state(optimizer, group)
+        joined[key] = _join_elements(values) if is_per_element else _common_value(key, values)
     return joined
 
 
