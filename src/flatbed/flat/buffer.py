@@ -123,10 +123,9 @@ class Buffer:
         if not self.views:
             self.grad = torch.zeros_like(self.data)
             self.views = [own_storage(view(self.grad, segment)) for segment in self.segments]
-            is_padding = torch.ones(len(self.data), dtype=torch.bool)
-            for segment in self.segments:
-                is_padding[segment.offset : segment.end] = False
-            self.padding = is_padding.nonzero().flatten().to(self.data.device)
+            starts = [*(segment.offset for segment in self.segments[1:]), len(self.data)]
+            gaps = [torch.arange(s.end, start) for s, start in zip(self.segments, starts, strict=True)]
+            self.padding = torch.cat(gaps).to(self.data.device)
 
     def bind_grads(self) -> None:
         """Bound mode: make every gradient a view; existing gradients are copied, absent ones are zeros."""
