@@ -21,7 +21,6 @@ from flatbed.compat.speedtorch.arrays import (
     free_path,
     npy_path,
     open_npy,
-    row_ids,
     to_numpy,
 )
 from flatbed.compat.speedtorch.slots import SlotBatch, Slots
@@ -171,11 +170,9 @@ class Switcher(ArrayViews):
 
     def beforeForwardPass(self, retrievedPosIndexes: Any, retrievedNegIndexes: Any = None) -> None:
         """Copy rows from storage: those of the positive ids, then those of the negative ids."""
-        variable = self._variable()
-        ids = flat_ids(retrievedPosIndexes, retrievedNegIndexes)
         if not self._names:  # an optimizer without state
-            row_ids(self.total_classes, ids)
             return
+        variable = self._variable()
         if self._is_pending and variable._version != self._version:
             self._version = variable._version
             raise FlatbedError(
@@ -183,7 +180,7 @@ class Switcher(ArrayViews):
                 "afterOptimizerStep() with the ids of that batch first, or call beforeForwardPass() again to "
                 "drop its changes"
             )
-        slots = self._slots(variable)
+        slots, ids = self._slots(variable), flat_ids(retrievedPosIndexes, retrievedNegIndexes)
         batch = slots.batch_of(ids, variable.device, self.total_classes)
         self._copy_in(variable, batch)
         slots.switchers[self._key] = self
@@ -191,20 +188,16 @@ class Switcher(ArrayViews):
 
     def afterOptimizerStep(self, retrievedPosIndexes: Any, retrievedNegIndexes: Any = None) -> None:
         """Copy the rows of the last `beforeForwardPass` back to storage."""
-        variable = self._variable()
-        ids = flat_ids(retrievedPosIndexes, retrievedNegIndexes)
-        batch, switchers = self._batch, self._slots(variable).switchers
-        has_same_ids = self._holds(ids)
-        if not has_same_ids:
-            row_ids(self.total_classes, ids)
         if not self._names:
             return
+        variable, batch = self._variable(), self._batch
+        ids, switchers = flat_ids(retrievedPosIndexes, retrievedNegIndexes), self._slots(variable).switchers
         others: list[Switcher] = []
         if variable._version != self._version:  # in the step, all switchers must have held the same rows
-            others = [one for one in switchers.values() if one._batch is not batch and not one._holds(ids)]
+            others = [one for one in switchers.values() if one._batch is None or not one._batch.holds(ids)]
         if batch is None or not self._is_pending:
             problem = "without a beforeForwardPass() since the last one, or since rows were loaded"
-        elif not has_same_ids:
+        elif not batch.holds(ids):
             problem = "with other ids than beforeForwardPass()"
         elif switchers.get(self._key) is not self:
             problem = "after another switcher has replaced the rows: call it before that"
@@ -218,9 +211,6 @@ class Switcher(ArrayViews):
             self._is_pending = False
             return
         raise FlatbedError(f"{type(self).__name__}.afterOptimizerStep() {problem}; nothing was written")
-
-    def _holds(self, ids: Array) -> bool:
-        return self._batch is not None and self._batch.holds(ids)
 
     # ---- all rows
 
