@@ -56,13 +56,14 @@ HOW = ("step before", "step during", "rebind")
 
 @pytest.mark.parametrize(
     ("move", "how"),
-    # Torch itself cannot continue with fp32 state after a cast; another test covers that.
-    [(move, how) for move in MOVES for how in HOW if (move, how) != (cast, "step during")],
+    [(move, how) for move in MOVES for how in HOW],
     ids=lambda v: getattr(v, "__name__", v),
 )
 @BOTH
 def test_parameters_are_named_and_brought_back(grads: str, move: Any, how: str) -> None:
-    pair = twins(grads, model="rnn")
+    # Torch's Adam cannot continue with state of another dtype; its SGD can.
+    kind, options = (torch.optim.SGD, {"momentum": 0.9}) if move is cast else (torch.optim.AdamW, {})
+    pair = twins(grads, kind, model="rnn", **options)
     flat = pair[1].flat
     assert flat.check() == []
     for one in pair:
@@ -109,20 +110,6 @@ def test_moving_the_model_between_clipping_and_the_step_keeps_the_clipping(grads
         one.model.double()
         one.optimizer.step()
     assert_twins(pair)
-
-
-def test_a_cast_after_training_began_raises_with_the_remedy() -> None:
-    _, one = twins(model="rnn")
-    one.train(0)
-    saved = one.flat.optimizer_state_dict(one.optimizer)
-    one.model.double()
-    fresh = torch.optim.AdamW(one.flat.parameters(), lr=0.01)
-    one.flat.load_optimizer_state_dict(fresh, saved)
-    backward(one.model)
-    with pytest.raises(FlatbedError, match=r"cast after training began.*optimizer_state_dict"):
-        one.optimizer.step()
-    fresh.step()
-    assert fresh.state[one.flat.parameters()[0]]["step"] == 2
 
 
 class OutOfPlace(torch.optim.Optimizer):

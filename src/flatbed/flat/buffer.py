@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from operator import is_, itemgetter
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,7 @@ from torch import nn
 
 from flatbed.cuda.streams import is_capturing
 from flatbed.errors import FlatbedError
-from flatbed.layout import BufferLayout, Segment, Spec, plan
+from flatbed.layout import BufferLayout, Segment
 from flatbed.optim.state import own_storage
 
 if TYPE_CHECKING:
@@ -85,11 +84,8 @@ class Buffer:
         """
         if (device, dtype) == (self.data.device, self.data.dtype):
             self._adopt(positions)
-        else:  # offsets depend on the size of an element
-            specs = [Spec(s.name, s.shape, s.stride, dtype.itemsize) for s in self.segments]
-            layout = plan(specs, max_bytes=1 << 62)
-            self.segments = [replace(s, buffer=self.number) for s in layout.segments]
-            self._allocate(layout.buffers[0].numel, dtype, device)
+        else:
+            self._allocate(len(self.data), dtype, device)
             flat = self.flat()
             if flat is not None:
                 flat.data = self.data

@@ -107,7 +107,6 @@ def _before_step(
         owner.rebind()
     _check_first_step(optimizer, step)
     _refuse_unfrozen(step.owners, optimizer)
-    _refuse_old_state(optimizer, flats)
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is None:
         step.collect()
@@ -218,14 +217,3 @@ def _refuse_unfrozen(owners: list[FlatParams], optimizer: torch.optim.Optimizer)
     names = [entry.name for entry in late if id(entry.parameter) not in held]
     if names:
         raise FlatbedError(model_params.describe_unfrozen(names))
-
-
-def _refuse_old_state(optimizer: torch.optim.Optimizer, flats: list[FlatParameter]) -> None:
-    for p in flats:
-        for key, value in optimizer.state.get(p, {}).items():
-            if isinstance(value, torch.Tensor) and value.dim() == 1 and value.numel() not in (1, p.numel()):
-                raise FlatbedError(
-                    f"the optimizer's '{key}' has {value.numel()} elements and its flat parameter has "
-                    f"{p.numel()}: the model was cast after training began. Take optimizer_state_dict() "
-                    f"before the cast, and load it into a new optimizer over flat.parameters() after it"
-                )

@@ -226,10 +226,7 @@ class FlatParams:
         """Write the values of a snapshot back, one copy per buffer."""
         rebind(self, self._buffers)
         if snapshot.segments != self.segments:
-            raise ValueError(
-                "the snapshot is of another layout; restore takes a snapshot of this FlatParams, taken since "
-                "it was last cast"
-            )
+            raise ValueError("the snapshot is of another layout; restore takes a snapshot of this FlatParams")
         for buffer, values in zip(self._buffers, snapshot.buffers, strict=True):
             buffer.data.copy_(values)
             # The originals' counters miss writes through the buffer.

@@ -60,7 +60,7 @@ def load_optimizer_state_dict(
     flat: FlatParams, optimizer: torch.optim.Optimizer, state: dict[str, Any]
 ) -> None:
     """See `FlatParams.load_optimizer_state_dict`. Everything is checked before the optimizer changes."""
-    flat.rebind()  # a model that was cast has another layout
+    flat.rebind()  # new state is of the model's device
     all_places = _places(flat, optimizer)
     found = [len(group["params"]) for group in state["param_groups"]]
     expected = [len(places) for places in all_places]
