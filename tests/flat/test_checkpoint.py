@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +148,17 @@ def test_bad_states_are_refused_and_change_nothing(where: str, value: Any, messa
         state["state"][1][where] = value
     with pytest.raises(FlatbedError, match=message):
         flat.load_optimizer_state_dict(optimizer, state)
+    assert_equal_states(kept, optimizer.state_dict())
+
+
+def test_state_of_another_optimizer_is_refused_and_changes_nothing() -> None:
+    _, (model, optimizer, flat) = twins(kind=torch.optim.Adam)
+    train(model, optimizer, 0, 2)
+    kept = copy.deepcopy(optimizer.state_dict())
+    _, (other, sgd, other_flat) = twins(kind=partial(torch.optim.SGD, lr=0.1, momentum=0.9))
+    train(other, sgd, 0, 2)
+    with pytest.raises(FlatbedError, match="another optimizer than Adam"):
+        flat.load_optimizer_state_dict(optimizer, other_flat.optimizer_state_dict(sgd))
     assert_equal_states(kept, optimizer.state_dict())
 
 

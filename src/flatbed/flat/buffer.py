@@ -57,6 +57,7 @@ class Buffer:
         self.bound = False
         self.grad: torch.Tensor | None = None
         self.views: list[torch.Tensor] = []
+        self.in_step = False  # an optimizer is stepping, and nothing else replaces the gathered gradients
         self.no_backward = False  # bound: autograd wrote nothing since the gradient was zeroed
         self.zeroed_versions: list[int] | None = None  # bound: the views' versions when last zeroed
         self._allocate(layout.numel, originals[0].dtype, originals[0].device)
@@ -89,7 +90,7 @@ class Buffer:
             flat = self.flat()
             if flat is not None:
                 flat.data = self.data
-        self.grad, self.views = None, []
+        self.grad, self.views, self.in_step = None, [], False
         if self.bound:
             self.bind_grads()
             self.zeroed_versions = None  # copies have no history: the values tell which received a gradient
@@ -270,10 +271,9 @@ class FlatParameter(nn.Parameter):
         """The originals' gradients, gathered; None when none of them has one."""
         if torch.compiler.is_compiling():
             return _read_outside_of_the_graph(self)
-        buffer, grad = self.buffer, self.buffer.grad
-        is_shown = grad is not None and _GRAD.__get__(self) is grad
-        if is_shown and buffer.originals[0].grad is buffer.views[0]:
-            return grad  # in a step, unless an exception has ended it
+        buffer = self.buffer
+        if buffer.in_step and buffer.originals[0].grad is buffer.views[0]:
+            return buffer.grad  # an exception may have ended the step
         self._owner._repair(buffer)
         return self.gather_grad()
 
@@ -297,7 +297,7 @@ class FlatParameter(nn.Parameter):
     def show_grad(self, is_gathered: bool) -> None:
         """Put the gathered gradient into the slot of C++ for the time of a step, or take it out.
 
-        A compiled step reads the slot, and `grad` returns it without another look at the originals.
+        A compiled step reads the slot.
         """
         if is_gathered or _GRAD.__get__(self) is self.buffer.grad:
             _GRAD.__set__(self, self.buffer.grad if is_gathered else None)

@@ -46,7 +46,9 @@ class Step:
     def set_in_step(self, active: bool) -> None:
         """Let the optimizer read the gathered gradients without another look at the originals."""
         for p in self.flats:
-            p.show_grad(active and self.is_only_hook and p.buffer in self.buffers)
+            is_gathered = active and p.buffer in self.buffers
+            p.buffer.in_step = is_gathered and self.is_only_hook
+            p.show_grad(is_gathered)
 
     def collect(self) -> None:
         """Gather every gradient, refuse missing ones, and clip if `FlatParams.step` asks for it."""

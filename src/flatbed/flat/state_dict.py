@@ -84,7 +84,15 @@ def load_optimizer_state_dict(
         {**_without_params(given), **{k: group[k] for k in ("params", "param_names") if k in group}}
         for given, group in zip(state["param_groups"], optimizer.state_dict()["param_groups"], strict=True)
     ]
-    optimizer.load_state_dict({**state, "state": built, "param_groups": groups})
+    before = optimizer.state, optimizer.param_groups
+    try:
+        optimizer.load_state_dict({**state, "state": built, "param_groups": groups})
+    except KeyError as error:  # torch replaces its state before it looks for keys
+        optimizer.state, optimizer.param_groups = before
+        raise FlatbedError(
+            f"the state is of another optimizer than {type(optimizer).__name__}, which needs {error}; load "
+            f"it into the optimizer that it was saved from"
+        ) from error
 
 
 def _without_params(group: dict[str, Any]) -> dict[str, Any]:

@@ -248,12 +248,19 @@ class StateSwitcher(Switcher):
                 part[:] = weights._read_block(block)[0] if weights and first is None else first
             return rows
 
-        if any(first != 0.0 for first in firsts):
+        if any(firsts) or None in firsts:
             self._fill(first_rows)
 
     def _load(self, values: Tensor) -> None:
         super()._load(values)
         self._needs_state_dict = True
+
+    def close(self) -> None:
+        """Release the memory, or save and close the file; training continues without this switcher."""
+        super().close()
+        switchers = self._slots(self._variable()).switchers
+        if switchers.get(self._key) is self:
+            del switchers[self._key]
 
     # ---- the loop
 

@@ -21,6 +21,7 @@ from flatbed.compat.speedtorch.arrays import (
     free_path,
     npy_path,
     open_npy,
+    row_ids,
     to_numpy,
 )
 from flatbed.compat.speedtorch.slots import SlotBatch, Slots
@@ -60,8 +61,8 @@ class Switcher(ArrayViews):
         self.datatype = as_dtype(self.datatype)
         self._choose_storage()
         self._module: Embedding | None = None
-        self._parts: list[Tensor] = []
-        """Rows in memory that the CPU computes with, for each name."""
+        self._parts: list[tuple[Tensor, Array]] = []
+        """Rows in memory that the CPU computes with, for each name: as a tensor, and their bits in numpy."""
         self._last_slots: Slots | None = None
         self._batch: SlotBatch | None = None
         self._is_pending = False
@@ -115,14 +116,15 @@ class Switcher(ArrayViews):
             self._module.to(device)
         return self._module.table
 
-    def _memory(self, device: torch.device) -> list[Tensor]:
-        """Return the rows' memory, for each name, if the CPU computes with it; otherwise nothing."""
+    def _memory(self, device: torch.device) -> list[tuple[Tensor, Array]]:
+        """Return the rows' memory if the CPU computes with it; otherwise nothing."""
         if device.type != "cpu" or self._storage == "disk":
             self._parts = []
         elif not self._parts:
+            table = self._table()
             with torch._C.DisableTorchFunctionSubclass():  # a table's own view checks every operation
-                weight = self._table().weight.detach().as_subclass(Tensor)
-            self._parts = list(weight.chunk(len(self._names), dim=1))
+                weight = table.weight.detach().as_subclass(Tensor)
+            self._parts = [(part, self._bits(part)) for part in weight.chunk(len(self._names), dim=1)]
         return self._parts
 
     def _bits(self, tensor: Tensor) -> Array:
@@ -130,14 +132,11 @@ class Switcher(ArrayViews):
         return bits
 
     def close(self) -> None:
-        """Release the memory, or save and close the file; training continues without this switcher."""
+        """Release the memory, or save and close the file."""
         if self._module is not None:
             self._module.table.close()
         self._module, self._parts = None, []
         self._forget_batch()
-        switchers = self._slots(self._variable()).switchers
-        if switchers.get(self._key) is self:
-            del switchers[self._key]
 
     def _forget_batch(self) -> None:
         """Forget the loaded batch, whose rows are no longer those of the storage."""
@@ -147,32 +146,35 @@ class Switcher(ArrayViews):
         """Copy the rows of a batch to the first slots of tensors, one for each name; zero the others."""
         n = len(batch.ids)
         if memory := self._memory(batch.device):
-            for part, tensor in zip(memory, tensors, strict=True):
-                torch.index_select(part, 0, batch.index, out=tensor[:n])
-        else:
-            rows = self._table().read_rows(batch.ids)
+            for (part, _), tensor in zip(memory, tensors, strict=True):
+                out = tensor if n == tensor.shape[0] else tensor[:n]
+                torch.index_select(part, 0, batch.index, out=out)
+        else:  # each row is read once
+            rows = self._table().read_rows(batch.unique).index_select(0, batch.inverse)
             for part, tensor in zip(rows.chunk(len(tensors), dim=1), tensors, strict=True):
                 tensor[:n] = part
         for tensor in tensors:
-            if n < len(tensor):
+            if n < tensor.shape[0]:
                 tensor[n:] = 0
 
     def _write(self, batch: SlotBatch, tensors: Sequence[Tensor]) -> None:
         """Replace the rows of a batch by those in their slots. All slots of a row have the same values."""
-        slots = [tensor[: len(batch.ids)] for tensor in tensors]
         if memory := self._memory(batch.device):  # torch's index_copy_ takes twice as long
-            for part, values in zip(memory, slots, strict=True):
-                self._bits(part)[batch.ids] = self._bits(values)
+            for (_, bits), tensor in zip(memory, tensors, strict=True):
+                bits[batch.ids] = self._bits(tensor)[: len(batch.ids)]
         else:
-            self._table().write_rows(batch.ids, torch.cat(slots, dim=1))
+            rows = torch.cat([tensor.index_select(0, batch.last) for tensor in tensors], dim=1)
+            self._table().write_rows(batch.unique, rows)
 
     # ---- rows of a batch
 
     def beforeForwardPass(self, retrievedPosIndexes: Any, retrievedNegIndexes: Any = None) -> None:
         """Copy rows from storage: those of the positive ids, then those of the negative ids."""
-        if not self._names:  # an optimizer without state
-            return
         variable = self._variable()
+        ids = flat_ids(retrievedPosIndexes, retrievedNegIndexes)
+        if not self._names:  # an optimizer without state
+            row_ids(self.total_classes, ids)
+            return
         if self._is_pending and variable._version != self._version:
             self._version = variable._version
             raise FlatbedError(
@@ -180,7 +182,7 @@ class Switcher(ArrayViews):
                 "afterOptimizerStep() with the ids of that batch first, or call beforeForwardPass() again to "
                 "drop its changes"
             )
-        slots, ids = self._slots(variable), flat_ids(retrievedPosIndexes, retrievedNegIndexes)
+        slots = self._slots(variable)
         batch = slots.batch_of(ids, variable.device, self.total_classes)
         self._copy_in(variable, batch)
         slots.switchers[self._key] = self
@@ -188,16 +190,20 @@ class Switcher(ArrayViews):
 
     def afterOptimizerStep(self, retrievedPosIndexes: Any, retrievedNegIndexes: Any = None) -> None:
         """Copy the rows of the last `beforeForwardPass` back to storage."""
+        variable = self._variable()
+        ids = flat_ids(retrievedPosIndexes, retrievedNegIndexes)
+        batch, switchers = self._batch, self._slots(variable).switchers
+        has_same_ids = self._holds(ids)
+        if not has_same_ids:
+            row_ids(self.total_classes, ids)
         if not self._names:
             return
-        variable, batch = self._variable(), self._batch
-        ids, switchers = flat_ids(retrievedPosIndexes, retrievedNegIndexes), self._slots(variable).switchers
         others: list[Switcher] = []
         if variable._version != self._version:  # in the step, all switchers must have held the same rows
-            others = [one for one in switchers.values() if one._batch is None or not one._batch.holds(ids)]
+            others = [one for one in switchers.values() if one._batch is not batch and not one._holds(ids)]
         if batch is None or not self._is_pending:
             problem = "without a beforeForwardPass() since the last one, or since rows were loaded"
-        elif not batch.holds(ids):
+        elif not has_same_ids:
             problem = "with other ids than beforeForwardPass()"
         elif switchers.get(self._key) is not self:
             problem = "after another switcher has replaced the rows: call it before that"
@@ -211,6 +217,9 @@ class Switcher(ArrayViews):
             self._is_pending = False
             return
         raise FlatbedError(f"{type(self).__name__}.afterOptimizerStep() {problem}; nothing was written")
+
+    def _holds(self, ids: Array) -> bool:
+        return self._batch is not None and self._batch.holds(ids)
 
     # ---- all rows
 
