@@ -6,7 +6,7 @@ import math
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 
-ALIGNMENT = 256  # bytes: fits the widest vector loads, and equals the alignment of CUDA's allocator
+ALIGNMENT = 64  # elements: 256 bytes of fp32, as CUDA's allocator aligns. A cast does not change a layout.
 MAX_BUFFER_BYTES = 1 << 30
 
 
@@ -57,7 +57,7 @@ class Layout:
     buffers: list[BufferLayout]
 
 
-def plan(specs: Iterable[Spec], *, alignment: int = ALIGNMENT, max_bytes: int = MAX_BUFFER_BYTES) -> Layout:
+def plan(specs: Iterable[Spec], *, max_bytes: int = MAX_BUFFER_BYTES) -> Layout:
     """Place tensors in their order: aligned segments, a new buffer per key and per `max_bytes`.
 
     A tensor of more than `max_bytes` gets a buffer of its own. No buffer is empty, even when all of its
@@ -70,9 +70,8 @@ def plan(specs: Iterable[Spec], *, alignment: int = ALIGNMENT, max_bytes: int = 
     layout = Layout([], [])
     open_buffers: dict[Hashable, int] = {}
     for position, spec in enumerate(specs):
-        unit = max(1, alignment // spec.itemsize)
         limit = max_bytes // spec.itemsize
-        padded = -(-math.prod(spec.shape) // unit) * unit
+        padded = -(-math.prod(spec.shape) // ALIGNMENT) * ALIGNMENT
         number = open_buffers.get(spec.key, -1)
         if number < 0 or layout.buffers[number].numel + padded > limit:
             number = len(layout.buffers)
@@ -84,7 +83,7 @@ def plan(specs: Iterable[Spec], *, alignment: int = ALIGNMENT, max_bytes: int = 
         layout.segments.append(Segment(spec.name, spec.shape, stride, buffer.numel, number))
         buffer.members.append(position)
         # An empty tensor needs no elements, but its buffer must have some.
-        buffer.numel = max(buffer.numel + padded, unit)
+        buffer.numel = max(buffer.numel + padded, ALIGNMENT)
     return layout
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -59,13 +60,9 @@ class Trained(NamedTuple):
     state: dict[str, Tensor]
 
 
-class SkipGram(nn.Module):
+def skip_gram(n_u: int, n_v: int, *, sparse: bool = False) -> nn.ModuleDict:
     """Embeddings with a slot for each id of a batch, or with all rows."""
-
-    def __init__(self, n_u: int, n_v: int, *, sparse: bool = False) -> None:
-        super().__init__()
-        self.u_embeddings = nn.Embedding(n_u, DIM, sparse=sparse)
-        self.v_embeddings = nn.Embedding(n_v, DIM, sparse=sparse)
+    return nn.ModuleDict({name: nn.Embedding(n, DIM, sparse=sparse) for name, n in (("u", n_u), ("v", n_v))})
 
 
 def loss_of(u: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
@@ -101,20 +98,18 @@ def start() -> tuple[Tensor, Tensor]:
 
 def factories(storage: str, folder: Any) -> tuple[Any, Any]:
     """Return constructors of switchers: of a variable, and of its state."""
+    on_disk = storage == "disk"
 
     def model(variable: Any, **options: Any) -> Any:
-        if storage == "disk":
-            name = f"{folder}/variable"
-            return SpeedTorch.ModelFactoryMM(variable, N, DIM, diskname=name, **options)
+        if on_disk:
+            return SpeedTorch.ModelFactoryMM(variable, N, DIM, diskname=f"{folder}/variable", **options)
         return SpeedTorch.ModelFactory(variable, N, DIM, CPUPinn=storage == "host", **options)
 
     def state(optimizer: Any, whole: nn.Module, name: str, **options: Any) -> Any:
-        if storage == "disk":
-            disk = f"{folder}/{name}"
-            return SpeedTorch.OptimizerFactoryMM(optimizer, N, DIM, whole, name, diskname=disk, **options)
-        return SpeedTorch.OptimizerFactory(
-            optimizer, N, DIM, whole, name, CPUPinn=storage == "host", **options
-        )
+        given = (optimizer, N, DIM, whole, name)
+        if on_disk:
+            return SpeedTorch.OptimizerFactoryMM(*given, diskname=f"{folder}/{name}", **options)
+        return SpeedTorch.OptimizerFactory(*given, CPUPinn=storage == "host", **options)
 
     return model, state
 
@@ -144,10 +139,13 @@ class Loop(NamedTuple):
         self.optimizer.zero_grad()
         self.embedding(torch.arange(n)).square().sum().backward()
 
+    def learn(self, n: int = 2) -> None:
+        self.backward(n)
+        self.optimizer.step()
+
     def step(self, ids: Any) -> None:
         self.before(ids)
-        self.backward(len(ids))
-        self.optimizer.step()
+        self.learn(len(ids))
 
     def after(self, ids: Any) -> None:
         for switcher in (self.rows, self.state):
@@ -156,6 +154,13 @@ class Loop(NamedTuple):
     def train(self, ids: Any) -> None:
         self.step(ids)
         self.after(ids)
+
+    def play(self, *calls: str) -> None:
+        """Call methods of the loop, its optimizer or its switchers, given as "rows.before 1 2"."""
+        for call in calls:
+            name, *ids = call.split()
+            name = name.replace(".before", ".beforeForwardPass").replace(".after", ".afterOptimizerStep")
+            attrgetter(name)(self)(*[[int(one) for one in ids]] if ids else [])
 
 
 def loop(
@@ -189,40 +194,37 @@ def switched(
     as_ids: Any = lambda ids: ids,
 ) -> Trained:
     """Train with switchers, in the order of SpeedTorch's examples."""
-    model = SkipGram(BATCH * POS + spare, BATCH * (POS + NEG) + spare, sparse=sparse).to(device, dtype)
+    model = skip_gram(BATCH * POS + spare, BATCH * (POS + NEG) + spare, sparse=sparse).to(device, dtype)
     optimizer = kind(model.parameters(), **options)
     make, make_state = factories(storage, folder)
-    u_rows, v_rows = (make(m, datatype=dtype) for m in (model.u_embeddings, model.v_embeddings))
-    u_state, v_state = (
-        make_state(optimizer, model, name, dtype=dtype) for name in ("u_embeddings", "v_embeddings")
-    )
-    for rows, first in zip((u_rows, v_rows), start(), strict=True):
+    switchers = {
+        name: (make(model[name], datatype=dtype), make_state(optimizer, model, name, dtype=dtype))
+        for name in model
+    }
+    for (rows, state), first in zip(switchers.values(), start(), strict=True):
         rows.customInit(values(first))
-    u_state.optInit()
-    v_state.optInit()
+        state.optInit()
+    u_rows, (v_rows, v_state) = switchers["u"][0], switchers["v"]
     u_in = torch.from_numpy(u_rows.variableTransformer(BATCH, POS)).to(device)
     v_in, n_in = (torch.from_numpy(x).to(device) for x in v_rows.variableTransformer(BATCH, POS, NEG))
     losses = []
     for batch in batches():
         u, v, negative = (as_ids(ids) for ids in batch)
-        u_rows.beforeForwardPass(u)
-        u_state.beforeForwardPass(u)
-        v_rows.beforeForwardPass(v, negative)
-        v_state.beforeForwardPass(v, negative)
+        calls = [(s, given) for name, given in (("u", (u,)), ("v", (v, negative))) for s in switchers[name]]
+        for switcher, given in calls:
+            switcher.beforeForwardPass(*given)
         optimizer.zero_grad()
-        loss = loss_of(model.u_embeddings(u_in), model.v_embeddings(v_in), model.v_embeddings(n_in))
+        loss = loss_of(model["u"](u_in), model["v"](v_in), model["v"](n_in))
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
-        u_rows.afterOptimizerStep(u)
-        u_state.afterOptimizerStep(u)
-        v_rows.afterOptimizerStep(v, negative)
-        v_state.afterOptimizerStep(v, negative)
+        for switcher, given in calls:
+            switcher.afterOptimizerStep(*given)
         losses.append(loss.item())
     found = [torch.from_numpy(rows.getNumpyVersion()) for rows in (u_rows, v_rows)]
-    state = v_state.getNumpyVersion() if v_state.optVarList else {}
-    for switcher in (u_rows, v_rows, u_state, v_state):
+    kept = v_state.getNumpyVersion() if v_state.optVarList else {}
+    for switcher in (*switchers["u"], *switchers["v"]):
         switcher.close()
-    return Trained(losses, found[0], found[1], {n: torch.from_numpy(a) for n, a in state.items()})
+    return Trained(losses, found[0], found[1], {n: torch.from_numpy(a) for n, a in kept.items()})
 
 
 def whole(
@@ -232,28 +234,24 @@ def whole(
 
     The first step creates the state, which is not reset.
     """
-    model = SkipGram(N, N, sparse=sparse).to(dtype=dtype)
+    model = skip_gram(N, N, sparse=sparse).to(dtype=dtype)
     with torch.no_grad():
-        for module, first in zip((model.u_embeddings, model.v_embeddings), start(), strict=True):
-            module.weight.copy_(first)
+        for name, first in zip(model, start(), strict=True):
+            model[name].weight.copy_(first)
+    weight_u, weight_v = model.parameters()
     optimizer = kind(model.parameters(), **options)
     losses = []
-    for u, v, negative in batches():
-        u, v, negative = (torch.from_numpy(ids).long() for ids in (u, v, negative))
+    for batch in batches():
+        u, v, negative = (torch.from_numpy(ids).long() for ids in batch)
         both = torch.cat([v.flatten(), negative.flatten()])
         optimizer.zero_grad()
-        looked_up = model.v_embeddings(both)
-        loss = loss_of(
-            model.u_embeddings(u),
-            looked_up[: v.numel()].view(BATCH, POS, DIM),
-            looked_up[v.numel() :].view(BATCH, NEG, DIM),
-        )
+        near, far = model["v"](both).split([v.numel(), negative.numel()])
+        loss = loss_of(model["u"](u), near.view(BATCH, POS, DIM), far.view(BATCH, NEG, DIM))
         loss.backward()  # type: ignore[no-untyped-call]
-        _restricted_step(optimizer, [(model.u_embeddings.weight, u), (model.v_embeddings.weight, both)])
+        _restricted_step(optimizer, [(weight_u, u), (weight_v, both)])
         losses.append(loss.item())
-    v = model.v_embeddings.weight
-    state = {n: s for n, s in optimizer.state.get(v, {}).items() if _per_element(s, v)}
-    return Trained(losses, model.u_embeddings.weight.detach(), v.detach(), state)
+    state = {n: s for n, s in optimizer.state.get(weight_v, {}).items() if _per_element(s, weight_v)}
+    return Trained(losses, weight_u.detach(), weight_v.detach(), state)
 
 
 def _restricted_step(optimizer: Any, touched: list[tuple[Tensor, Tensor]]) -> None:

@@ -22,6 +22,7 @@ from tests.compat.speedtorch_models import (
     REFUSED,
     SPARSE,
     STORAGES,
+    Loop,
     N,
     Trained,
     factories,
@@ -87,24 +88,19 @@ def test_sparse_gradients(name: str, storage: str, tmp_path: Path) -> None:
         {"as_ids": torch.from_numpy},
         {"as_ids": lambda ids: ids.astype(np.uint64)},
         {"as_ids": np.asfortranarray},
+        {"dtype": torch.float64},
+        {"dtype": torch.bfloat16},
+        {"dtype": torch.float16},
     ],
-    ids=["more slots", "fewer slots", "lists", "tensors", "uint64", "fortran"],
+    ids=["more slots", "fewer slots", "lists", "tensors", "uint64", "fortran", "fp64", "bf16", "fp16"],
 )
-def test_slots_and_ids_of_any_kind(variation: dict[str, Any], tmp_path: Path) -> None:
-    losses, u, v, _ = switched(*DENSE["Adam"], "host", tmp_path, **variation)
-    expected = trained("Adam")
-    assert losses == expected.losses
-    assert torch.equal(u, expected.u)
-    assert torch.equal(v, expected.v)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-def test_other_datatypes(dtype: torch.dtype, tmp_path: Path) -> None:
-    losses, u, v, _ = switched(*DENSE["Adamax"], "host", tmp_path, dtype=dtype)
+def test_slots_ids_and_datatypes_of_any_kind(variation: dict[str, Any], tmp_path: Path) -> None:
+    dtype = variation.get("dtype", torch.float32)
+    found = switched(*DENSE["Adamax"], "host", tmp_path, **variation)
     expected = whole(*DENSE["Adamax"], dtype=dtype)
-    assert losses == expected.losses
-    assert torch.equal(u.to(dtype), expected.u)
-    assert torch.equal(v.to(dtype), expected.v)
+    assert found.losses == expected.losses
+    assert torch.equal(found.u.to(dtype), expected.u)
+    assert torch.equal(found.v.to(dtype), expected.v)
 
 
 @pytest.mark.parametrize("sparse", [False, True])
@@ -155,34 +151,17 @@ def test_slots_without_a_row() -> None:
         assert torch.equal(after[[0, 3, 4]], start()[0][[0, 3, 4]])
 
 
-def test_a_variable_grows_with_the_batch() -> None:
-    made = loop(2)
-    made.before([1, 2])
-    old = made.embedding(torch.arange(2)).sum()  # a loss that is still referenced
-    made.after([1, 2])
-    for ids in ([1, 2], [3, 3, 4, 5], [1, 2, 3]):
-        made.train(ids)
-    assert old.grad_fn is not None
-    assert len(made.embedding.weight) == 4
-    assert (made.rows.getNumpyVersion()[1:6] != start()[0][1:6].numpy()).all()
-    assert (made.state.getNumpyVersion()["exp_avg_sq"][:7].any(axis=1) == [0, 1, 1, 1, 1, 1, 0]).all()
-
-
-def test_a_skipped_step_leaves_first_values() -> None:
+def test_first_values_of_state() -> None:
+    """A skipped step leaves them, and they follow the options of a state dict, which makes new groups."""
     made = loop(2, torch.optim.Rprop, lr=0.25)
     made.before([1, 2])
     made.after([1, 2])
     assert np.array_equal(made.rows.getNumpyVersion(), start()[0].numpy())
     assert (made.state.getNumpyVersion()["step_size"] == 0.25).all()
-    assert made.state.optVarList == ["prev", "step_size"]
-
-
-def test_first_values_follow_the_options_of_a_state_dict() -> None:
-    _, optimizer, _, state = loop(2, torch.optim.Rprop, lr=0.1)
-    optimizer.load_state_dict(optimizer.state_dict())  # which makes new groups
-    optimizer.param_groups[0]["lr"] = 0.5
-    state.optInit()
-    assert (state.getNumpyVersion()["step_size"] == 0.5).all()
+    made.optimizer.load_state_dict(made.optimizer.state_dict())
+    made.optimizer.param_groups[0]["lr"] = 0.5
+    made.state.optInit()
+    assert (made.state.getNumpyVersion()["step_size"] == 0.5).all()
 
 
 @pytest.mark.parametrize("sparse", [False, True])
@@ -225,27 +204,31 @@ def test_dummy_inputs_are_slots() -> None:
     assert positive.dtype == negative.dtype == np.int64
 
 
-def test_first_values(tmp_path: Path) -> None:
-    for storage in STORAGES:
-        make, _ = factories(storage, tmp_path)
-        rows = make(nn.Embedding(2, DIM))
+@pytest.mark.parametrize("storage", STORAGES)
+def test_first_values_of_rows(storage: str, tmp_path: Path) -> None:
+    rows = factories(storage, tmp_path)[0](nn.Embedding(2, DIM))
+
+    def begin(method: str, *given: Any) -> Any:
         torch.manual_seed(1)
-        rows.uniformDistributionInit(-1.0, 3.0)
-        uniform = rows.getNumpyVersion()
-        assert uniform.shape == (N, DIM)
-        assert -1.0 <= uniform.min() < -0.8 < 2.8 < uniform.max() < 3.0
-        torch.manual_seed(1)
-        rows.uniformDistributionInit(-1.0, 3.0)
-        assert np.array_equal(rows.getNumpyVersion(), uniform)
-        rows.normalDistributionInit(5.0, 0.5)
-        normal = rows.getNumpyVersion()
-        assert abs(normal.mean() - 5.0) < 0.1
-        assert abs(normal.std() - 0.5) < 0.1
-        rows.zerosInit()
-        assert not rows.getNumpyVersion().any()
-        rows.customInit(nn.init.constant_, 0.5)
-        assert (rows.getNumpyVersion() == 0.5).all()
-        rows.close()
+        getattr(rows, method)(*given)
+        found = rows.getNumpyVersion()
+        if storage == "disk":
+            name = rows.fileName
+            rows.close()
+            rows.openFile(name)
+            assert np.array_equal(rows.getNumpyVersion(), found)
+        return found
+
+    uniform = begin("uniformDistributionInit", -1.0, 3.0)
+    assert uniform.shape == (N, DIM)
+    assert -1.0 <= uniform.min() < -0.8 < 2.8 < uniform.max() < 3.0
+    assert np.array_equal(begin("uniformDistributionInit", -1.0, 3.0), uniform)
+    normal = begin("normalDistributionInit", 5.0, 0.5)
+    assert abs(normal.mean() - 5.0) < 0.1
+    assert abs(normal.std() - 0.5) < 0.1
+    assert not begin("zerosInit").any()
+    assert (begin("customInit", nn.init.constant_, 0.5) == 0.5).all()
+    rows.close()
 
 
 def test_both_orders_of_arguments() -> None:
@@ -306,10 +289,5 @@ def test_variants_train_alike(prefix: str, options: dict[str, Any]) -> None:
     state = getattr(SpeedTorch, f"{prefix}OptimizerFactory")(optimizer, N, DIM, model, "0", **options)
     rows.customInit(values(start()[0]))
     state.optInit()
-    for switcher in (rows, state):
-        switcher.beforeForwardPass(np.array([[1], [4], [1]]))
-    embedding(torch.arange(3)).square().sum().backward()
-    optimizer.step()
-    for switcher in (rows, state):
-        switcher.afterOptimizerStep(np.array([[1], [4], [1]]))
+    Loop(embedding, optimizer, rows, state).train(np.array([1, 4, 1]))
     assert state.getTorchVar()["square_avg"].any(1).nonzero().flatten().tolist() == [1, 4]

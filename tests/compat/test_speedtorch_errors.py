@@ -14,53 +14,38 @@ from torch import nn
 import flatbed
 import flatbed.compat.speedtorch as SpeedTorch
 from flatbed import FlatbedError
-from tests.compat.speedtorch_models import DIM, REFUSED, Loop, N, loop, start, values
+from tests.compat.speedtorch_models import DIM, REFUSED, Loop, N, loop, start
 
 # ---- constructors
 
 
-@pytest.mark.parametrize("kind", REFUSED)
-def test_optimizers_that_are_not_element_wise(kind: Any) -> None:
-    model = nn.Sequential(nn.Embedding(4, DIM))
-    with pytest.raises(FlatbedError, match=REFUSED[kind]):
-        SpeedTorch.OptimizerFactory(kind(model.parameters()), N, DIM, model, "0")
+def state_of(model: nn.Module, kind: Any, of: nn.Module | None = None) -> Any:
+    return SpeedTorch.OptimizerFactory(kind((of or model).parameters()), N, DIM, model, "0")
 
 
-def test_optimizers_of_others() -> None:
-    model = nn.Sequential(nn.Embedding(4, DIM))
-    with pytest.raises(TypeError, match=r"Adam of flatbed.optim"):
-        SpeedTorch.OptimizerFactory(flatbed.optim.Adam(model.parameters()), N, DIM, model, "0")
-    other = torch.optim.Adam(nn.Linear(2, 2).parameters())
-    with pytest.raises(ValueError, match="'0' among its parameters"):
-        SpeedTorch.OptimizerFactory(other, N, DIM, model, "0")
+def rows_of(**options: Any) -> Any:
+    return SpeedTorch.ModelFactory(nn.Embedding(4, DIM, **options), N, DIM)
 
 
-@pytest.mark.parametrize("option", [{"max_norm": 1.0}, {"padding_idx": 0}, {"scale_grad_by_freq": True}])
-def test_options_about_slots(option: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=next(iter(option))):
-        SpeedTorch.ModelFactory(nn.Embedding(4, DIM, **option), N, DIM)
+CONSTRUCTORS: list[tuple[Any, type[Exception], str]] = [
+    *((lambda m, kind=kind: state_of(m, kind), FlatbedError, said) for kind, said in REFUSED.items()),  # type: ignore[misc]
+    (lambda m: state_of(m, flatbed.optim.Adam), TypeError, "Adam of flatbed.optim"),
+    (lambda m: state_of(m, torch.optim.Adam, nn.Linear(2, 2)), ValueError, "'0' among its parameters"),
+    (lambda m: state_of(m, torch.optim.ASGD).optInit(), FlatbedError, "ModelFactory before optInit"),
+    (lambda m: rows_of(max_norm=1.0), ValueError, "max_norm"),
+    (lambda m: rows_of(padding_idx=0), ValueError, "padding_idx"),
+    (lambda m: rows_of(scale_grad_by_freq=True), ValueError, "scale_grad_by_freq"),
+    (lambda m: SpeedTorch.PytorchModelFactory(m[0], N, DIM, deviceType="tpu"), RuntimeError, "tpu"),
+    (lambda m: SpeedTorch.ModelFactory(m[0], N, DIM + 1), ValueError, "embed_dimension"),
+    (lambda m: SpeedTorch.ModelFactory(m[0], N, DIM, datatype="float64"), ValueError, "torch.float64"),
+    (lambda m: SpeedTorch.COM(10, "uint33"), ValueError, "'float32'.*found 'uint33'"),
+]
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda e: SpeedTorch.PytorchModelFactory(e, N, DIM, deviceType="tpu"), "'cpu'; found 'tpu'"),
-        (lambda e: SpeedTorch.PytorchCOM(10, deviceType="tpu"), "found 'tpu'"),
-        (lambda e: SpeedTorch.ModelFactory(e, N, DIM + 1), "embed_dimension"),
-        (lambda e: SpeedTorch.ModelFactory(e, N, DIM, datatype="float64"), "expected torch.float64"),
-        (lambda e: SpeedTorch.COM(10, "uint33"), "'float32'.*found 'uint33'"),
-    ],
-)
-def test_arguments_that_do_not_fit(make: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make(nn.Embedding(4, DIM))
-
-
-def test_averages_need_the_weights() -> None:
-    model = nn.Sequential(nn.Embedding(4, DIM))
-    state = SpeedTorch.OptimizerFactory(torch.optim.ASGD(model.parameters()), N, DIM, model, "0")
-    with pytest.raises(FlatbedError, match="ModelFactory before optInit"):
-        state.optInit()
+@pytest.mark.parametrize(("make", "error", "message"), CONSTRUCTORS)
+def test_arguments_that_do_not_fit(make: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make(nn.Sequential(nn.Embedding(4, DIM)))
 
 
 # ---- methods
@@ -99,8 +84,9 @@ WRONG: list[tuple[tuple[str, ...], str, tuple[Any, ...], type[Exception], str]] 
     (("ModelFactory",), "uniformDistributionInit", (1, -1), ValueError, r"low=1.*high"),
     (("ModelFactory",), "normalDistributionInit", (0, -1), ValueError, r"std=-1"),
     ((*MATRICES, *GADGETS), "getData", ([0, N],), IndexError, rf"index {N} .*size {N}"),
-    ((*MATRICES, *GADGETS), "getData", ([0.5],), TypeError, r"integers.*float64"),
+    ((*MATRICES, *GADGETS), "getData", ([0.5],), IndexError, r"indices must be long"),
     ((*MATRICES, *GADGETS), "insertData", (np.ones((1, 3)), [1]), RuntimeError, r"shape mismatch.*\[3\]"),
+    (MATRICES, "loadCupy", ("{}/data",), ValueError, rf"\({N}, {N}\); found \({N}, {DIM}\)"),
     (MATRICES, "addCounts", ([1], [N]), IndexError, rf"id {N} .*0 to {N - 1}"),
     (MATRICES, "addCounts", ([1, 2], [0]), ValueError, r"2 rows, 1 columns"),
 ]
@@ -131,92 +117,70 @@ def test_calls_before_an_init(name: str, tmp_path: Path) -> None:
                 getattr(made, method)(*ids.get(method, ()))
 
 
-# ---- ids
+# ---- calls that were left out, or are in the wrong order
 
 
-def test_ids_of_before_and_after_must_be_the_same() -> None:
-    made = loop(4)
-    for switcher in (made.rows, made.state):
-        with pytest.raises(FlatbedError, match="without a beforeForwardPass"):
-            switcher.afterOptimizerStep([1, 2])
-        switcher.beforeForwardPass([1, 2], [3])
-        with torch.no_grad():
-            made.embedding.weight.fill_(9.0)
-        for other in (([1, 3], [3]), ([1, 2, 3, 3], None), ([2, 1], [3])):
-            with pytest.raises(FlatbedError, match="other ids"):
-                switcher.afterOptimizerStep(*other)
-    assert np.array_equal(made.rows.getNumpyVersion(), start()[0].numpy())
+def seen(switcher: Any) -> Any:
+    """Rows, or the state of all rows."""
+    return np.array(switcher.CUPYcorpi if "Optimizer" in type(switcher).__name__ else switcher.getCupyVar())
+
+
+NEW = "without a beforeForwardPass.*nothing was written"
+OTHER = "with other ids than beforeForwardPass.*nothing was written"
+LOST = "lose .*call afterOptimizerStep"
+CALLS = [
+    ("rows.after 1 2", NEW),
+    ("state.after 1 2", NEW),
+    ("train 1 2, rows.after 1 2", NEW),
+    ("step 1 2, rows.zerosInit, rows.after 1 2", NEW),
+    ("step 1 2, state.optInit, state.after 1 2", NEW),
+    ("step 1 2, rows.after 1 3", OTHER),
+    ("step 1 2, rows.after 2 1", OTHER),
+    ("step 1 2, state.after 1 2 2", OTHER),
+    ("step 1 2, state.after 1 2, rows.before 5 6", LOST),
+    ("step 1 2, rows.after 1 2, state.before 5 6", LOST),
+    ("train 3 2, step 1 2, state.after 1 2, rows.before 1 2", LOST),
+    ("train 1 2, rows.before 3 4, learn, rows.after 3 4", "other rows in OptimizerFactory"),
+    ("train 1 2, state.before 3 4, learn, state.after 3 4", "other rows in ModelFactory"),
+    ("step 1 2, state.optInit, rows.after 1 2", "other rows in OptimizerFactory"),
+]
+
+
+@pytest.mark.parametrize(("calls", "message"), CALLS)
+def test_the_last_call_would_mix_up_rows(calls: str, message: str) -> None:
+    made = loop()
+    *first, last = calls.split(", ")
+    made.play(*first)
+    before = [seen(switcher) for switcher in made[2:]]
+    with pytest.raises(FlatbedError, match=message):
+        made.play(last)
+    assert all(map(np.array_equal, before, [seen(switcher) for switcher in made[2:]]))
+    if message == LOST:
+        made.play(last)  # a second call drops the step
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        "step 1 2, state.after 1 2, rows.after 1 2, train 7 8",
+        "train 1 2, before 1 2, before 5 6, optimizer.zero_grad, optimizer.step, train 7 8",
+        "train 1 2, state.before 7 8, rows.before 7 8, rows.before 7 8, learn, after 7 8",
+        "step 1 2, state.close, rows.after 1 2, rows.before 7 8, learn, rows.after 7 8",
+    ],
+)
+def test_calls_that_are_right(calls: str) -> None:
+    """Reading other rows, steps without a gradient, and training after the state's switcher is closed."""
+    made = loop()
+    made.play(*calls.split(", "))
+    assert (made.rows.getNumpyVersion() != start()[0].numpy()).any(1).nonzero()[0].tolist() == [1, 2, 7, 8]
 
 
 def test_ids_that_were_changed_in_place() -> None:
     rows, ids = loop().rows, np.array([1, 2], dtype=np.int64)
     rows.beforeForwardPass(ids)
     ids[0] = 5
-    with pytest.raises(FlatbedError, match="other ids"):
+    with pytest.raises(FlatbedError, match=OTHER):
         rows.afterOptimizerStep(ids)
-
-
-# ---- a switcher that was left out
-
-
-@pytest.mark.parametrize("forgotten", ["rows", "state"])
-def test_a_step_that_would_be_lost(forgotten: str) -> None:
-    """The first call raises and changes nothing; the second one drops the step."""
-    made = loop()
-    lost, other = (made.rows, made.state) if forgotten == "rows" else (made.state, made.rows)
-
-    def look() -> Any:
-        found = lost.getNumpyVersion()
-        return found["exp_avg"] if isinstance(found, dict) else found
-
-    for ids in ([1, 2], [3, 2], [4, 1]):
-        before = look()
-        made.step(ids)
-        other.afterOptimizerStep(ids)
-        with pytest.raises(FlatbedError, match=r"lose .*call afterOptimizerStep"):
-            lost.beforeForwardPass([5, 6])
-        assert np.array_equal(before, look())
-        if ids != [4, 1]:
-            lost.afterOptimizerStep(ids)
-            assert not np.array_equal(before, look())
-    lost.beforeForwardPass([5, 6])
-
-
-@pytest.mark.parametrize("used", ["rows", "state"])
-def test_a_step_with_rows_and_state_of_different_ids(used: str) -> None:
-    made = loop()
-    made.train([1, 2])
-    switcher, other = (made.rows, made.state) if used == "rows" else (made.state, made.rows)
-    before = np.array(switcher.getCupyVar() if used == "rows" else switcher.CUPYcorpi)
-    switcher.beforeForwardPass([3, 4])
-    made.backward(2)
-    made.optimizer.step()
-    with pytest.raises(FlatbedError, match=rf"other rows in {type(other).__name__}.*nothing was written"):
-        switcher.afterOptimizerStep([3, 4])
-    assert np.array_equal(switcher.getCupyVar() if used == "rows" else switcher.CUPYcorpi, before)
-
-
-def test_steps_and_reads_that_are_right() -> None:
-    """Reading other rows, steps without a gradient, and training after the state's switcher is closed."""
-    made = loop()
-    before = made.rows.getNumpyVersion()
-    made.train([1, 2])
-    made.before([1, 2])
-    made.before([5, 6])
-    made.optimizer.zero_grad()
-    made.optimizer.step()
-    made.state.beforeForwardPass([1, 2])
-    made.rows.beforeForwardPass([1, 2])
-    made.rows.beforeForwardPass([1, 2])  # the state of these rows is still loaded
-    made.backward(2)
-    made.optimizer.step()
-    made.state.close()
-    made.rows.afterOptimizerStep([1, 2])
-    made.rows.beforeForwardPass([7, 8])
-    made.backward(2)
-    made.optimizer.step()
-    made.rows.afterOptimizerStep([7, 8])
-    assert (made.rows.getNumpyVersion() != before).any(1).nonzero()[0].tolist() == [1, 2, 7, 8]
 
 
 def test_two_switchers_of_one_optimizer_or_variable() -> None:
@@ -257,25 +221,18 @@ def test_several_forward_and_backward_passes() -> None:
     assert grad[:, 0].tolist() == [2, 2, 0, 0]
 
 
-def test_a_gradient_that_an_earlier_batch_left() -> None:
-    made = loop(3)
-    made.rows.beforeForwardPass([1, 2, 3])
-    made.embedding(torch.arange(3)).sum().backward()
-    made.rows.beforeForwardPass([4, 5, 6])
-    with pytest.raises(FlatbedError, match="zero_grad"):
-        made.embedding(torch.arange(3)).sum().backward()
-
-
 @pytest.mark.parametrize("sparse", [False, True])
-def test_backward_of_an_earlier_forward_pass(sparse: bool) -> None:
-    """Its gradient is of rows that the variable no longer holds."""
+def test_gradients_of_an_earlier_batch(sparse: bool) -> None:
+    """They are of rows that the variable no longer holds."""
     made = loop(3, torch.optim.SGD, sparse=sparse)
     made.rows.beforeForwardPass([1, 2, 3])
     old, again = (made.embedding(torch.arange(3)).sum() for _ in range(2))
     made.rows.beforeForwardPass([1, 2, 3])
     again.backward()
-    made.optimizer.zero_grad()
     made.rows.beforeForwardPass([4, 5, 6])
+    with pytest.raises(FlatbedError, match="zero_grad"):
+        made.embedding(torch.arange(3)).sum().backward()
+    made.optimizer.zero_grad()
     with pytest.raises(FlatbedError, match=r"earlier batch.*before the next beforeForwardPass"):
         old.backward()
     made.backward(3)
@@ -286,20 +243,6 @@ def test_backward_of_an_earlier_forward_pass(sparse: bool) -> None:
 # ---- state and files
 
 
-@pytest.mark.parametrize("method", ["loadCupy", "loadTorch", "customInit", "zerosInit"])
-def test_rows_that_were_replaced_in_between(method: str, tmp_path: Path) -> None:
-    rows, other = loop().rows, torch.full((N, DIM), 3.0)
-    np.save(tmp_path / "rows.npy", other.numpy())
-    torch.save(other, tmp_path / "rows.pt")
-    rows.beforeForwardPass([1, 2])
-    given: dict[str, Any] = {"loadCupy": tmp_path / "rows", "loadTorch": tmp_path / "rows.pt"}
-    given["customInit"] = values(other)
-    getattr(rows, method)(*[given[method]] if method in given else [])
-    with pytest.raises(FlatbedError, match="without a beforeForwardPass"):
-        rows.afterOptimizerStep([1, 2])
-    assert (rows.getNumpyVersion() == (0.0 if method == "zerosInit" else 3.0)).all()
-
-
 def test_state_that_was_loaded(tmp_path: Path) -> None:
     made = loop()
     made.state.saveCupy(tmp_path / "state")
@@ -307,31 +250,26 @@ def test_state_that_was_loaded(tmp_path: Path) -> None:
     with pytest.raises(FlatbedError, match="state dict"):
         made.state.beforeForwardPass([1])
     made.state.optInit()
-    made.train([1, 2])
-    made.step([1, 2])
+    made.play("train 1 2", "step 1 2")
     made.state.loadCupy(tmp_path / "state")
-    with pytest.raises(FlatbedError, match="without a beforeForwardPass"):
+    with pytest.raises(FlatbedError, match=NEW):
         made.state.afterOptimizerStep([1, 2])
-    with pytest.raises(FlatbedError, match="other rows in OptimizerFactory"):
-        made.rows.afterOptimizerStep([1, 2])
 
 
-def test_rows_that_could_not_be_loaded(tmp_path: Path) -> None:
-    rows = SpeedTorch.ModelFactoryMM(nn.Embedding(2, DIM), N, DIM, f"{tmp_path}/rows")
+def test_files_that_are_not_loaded(tmp_path: Path) -> None:
+    """Files of another shape, or with objects, change nothing."""
+    rows, fresh = loop().rows, SpeedTorch.ModelFactoryMM(nn.Embedding(2, DIM), N, DIM, f"{tmp_path}/rows")
     np.save(tmp_path / "small.npy", np.ones((3, DIM), np.float32))
-    with pytest.raises(ValueError, match=rf"expected \(1, {N}, {DIM}\)"):
-        rows.loadCupy(tmp_path / "small.npy")
-    with pytest.raises(FlatbedError, match="no rows yet"):
-        rows.beforeForwardPass([1, 2])
-    assert not list(tmp_path.glob("*.bed"))
-
-
-def test_files_are_not_unpickled(tmp_path: Path) -> None:
-    rows = loop().rows
     np.save(tmp_path / "objects.npy", np.array([{}, {}]), allow_pickle=True)
-    with pytest.raises(ValueError, match="objects"):
-        rows.loadCupy(tmp_path / "objects.npy")
     torch.save(Loop, tmp_path / "strange.pt")
-    with pytest.raises(pickle.UnpicklingError):
-        rows.loadTorch(tmp_path / "strange.pt")
+    for switcher in (rows, fresh):
+        with pytest.raises(ValueError, match=rf"expected \(1, {N}, {DIM}\)"):
+            switcher.loadCupy(tmp_path / "small.npy")
+        with pytest.raises(ValueError, match="objects"):
+            switcher.loadCupy(tmp_path / "objects.npy")
+        with pytest.raises(pickle.UnpicklingError):
+            switcher.loadTorch(tmp_path / "strange.pt")
     assert np.array_equal(rows.getNumpyVersion(), start()[0].numpy())
+    with pytest.raises(FlatbedError, match="no rows yet"):
+        fresh.beforeForwardPass([1, 2])
+    assert not list(tmp_path.glob("*.bed"))

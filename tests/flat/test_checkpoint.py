@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import pickle
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,8 @@ import torch
 from torch import nn
 
 from flatbed import FlatbedError, FlatParams
-from tests.cases import OPTIMIZERS, OptimizerCase, assert_same, batches, build, loss_of, two_groups
+from tests.cases import BOTH, OPTIMIZERS, OptimizerCase, assert_same, batches, build, loss_of, two_groups
+from tests.flat.twins import twins
 
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 BY_CASE = pytest.mark.parametrize("case", OPTIMIZERS, ids=lambda c: c.name)
@@ -47,11 +50,9 @@ def assert_equal_states(a: Any, b: Any, where: str = "") -> None:
 @BY_CASE
 def test_the_state_is_what_torch_would_return(case: OptimizerCase, form: str, model: str) -> None:
     def source(m: nn.Module) -> Any:
-        return {
-            "plain": lambda: list(m.parameters()),
-            "named": lambda: list(m.named_parameters()),
-            "groups": lambda: two_groups(m),
-        }[form]()
+        if form == "groups":
+            return two_groups(m)
+        return list(m.named_parameters() if form == "named" else m.parameters())
 
     reference, flat_model = build(model), build(model)
     expected = case(source(reference), foreach=False)
@@ -65,60 +66,50 @@ def test_the_state_is_what_torch_would_return(case: OptimizerCase, form: str, mo
 
 @BY_CASE
 def test_round_trips_continue_the_same_run(case: OptimizerCase) -> None:
-    model = ("mixed", "conv", "frozen")[OPTIMIZERS.index(case) % 3]
-    whole = build(model)
-    train(whole, case(two_groups(whole), foreach=False), 0, 8)
+    name = ("mixed", "conv", "frozen")[OPTIMIZERS.index(case) % 3]
+    whole, first, second = (build(name) for _ in range(3))
+    train(whole, case(two_groups(whole), foreach=False), 0, 6)
 
     # flat, then per parameter
-    first = build(model)
     flat = FlatParams(two_groups(first))
     optimizer = case(flat.groups(), foreach=False)
-    train(first, optimizer, 0, 4)
+    train(first, optimizer, 0, 2)
     file = io.BytesIO()
     torch.save({"model": first.state_dict(), "optimizer": flat.optimizer_state_dict(optimizer)}, file)
     file.seek(0)
     saved = torch.load(file, weights_only=True)
-    second = build(model)
     second.load_state_dict(saved["model"])
     plain = case(two_groups(second), foreach=False)
     plain.load_state_dict(saved["optimizer"])
-    train(second, plain, 4, 8)
-    assert_same(whole, second)
+    train(second, plain, 2, 4)
 
-    # per parameter, then flat
-    third = build(model)
-    plain = case(two_groups(third), foreach=False)
-    train(third, plain, 0, 4)
+    # and flat again
     state = plain.state_dict()
-    flat = FlatParams(two_groups(third))
+    flat = FlatParams(two_groups(second))
     optimizer = case(flat.groups(), foreach=False)
     flat.load_optimizer_state_dict(optimizer, state)
-    train(third, optimizer, 4, 8)
-    assert_same(whole, third)
+    train(second, optimizer, 4, 6)
+    assert_same(whole, second)
 
 
 def test_scalar_parameters_alone() -> None:
     """A step count and a moment then look alike, and must be told apart."""
 
-    def make() -> list[nn.Parameter]:
-        return [nn.Parameter(torch.tensor(float(i))) for i in range(3)]
-
-    def run(params: list[nn.Parameter], optimizer: torch.optim.Optimizer, n: int) -> None:
-        for _ in range(n):
+    def run(params: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+        for _ in range(3):
             sum((p - 0.3) ** 2 for p in params).backward()  # type: ignore[union-attr]
             optimizer.step()
             optimizer.zero_grad()
 
-    params, reference = make(), make()
+    params, reference = ([nn.Parameter(torch.tensor(float(i))) for i in range(3)] for _ in range(2))
     expected = torch.optim.Adam(reference, lr=0.1, foreach=False)
-    run(reference, expected, 6)
-    optimizer: torch.optim.Optimizer = torch.optim.Adam(params, lr=0.1, foreach=False)
-    run(params, optimizer, 3)
-    state = optimizer.state_dict()
+    run(reference, expected)
     flat = FlatParams(params)
     optimizer = torch.optim.Adam(flat.parameters(), lr=0.1, foreach=False)
-    flat.load_optimizer_state_dict(optimizer, state)
-    run(params, optimizer, 3)
+    run(params, optimizer)
+    flat.load_optimizer_state_dict(optimizer, expected.state_dict())
+    run(reference, expected)
+    run(params, optimizer)
     assert [p.item() for p in params] == [p.item() for p in reference]
 
 
@@ -130,55 +121,52 @@ def test_extra_parameters_keep_their_place() -> None:
     (model(batches(1)[0]).sum() + before.sum() + after.sum()).backward()
     optimizer.step()
     state = flat.optimizer_state_dict(optimizer)
-    shapes = [tuple(state["state"][i]["exp_avg"].shape) for i in range(4)]
-    assert shapes == [(2,), (7, 7), (7,), (3,)]
+    assert [len(state["state"][i]["exp_avg"]) for i in range(4)] == [2, 7, 7, 3]
     flat.load_optimizer_state_dict(optimizer, state)
     assert torch.equal(optimizer.state[after]["exp_avg"], state["state"][3]["exp_avg"])
 
 
-def test_bad_states_are_refused_and_change_nothing() -> None:
-    model = build("tied")
-    flat = FlatParams(model)
-    optimizer = torch.optim.Adam(flat.parameters(), lr=0.01)
+@pytest.mark.parametrize(
+    ("where", "value", "message"),
+    [
+        ("step", torch.tensor(7.0), r"'step' of 'decoder.bias' \(7.0\)"),
+        ("1", None, r"'decoder.bias' differ in their keys.* \[\]"),
+        ("exp_avg", None, "'decoder.bias' differ in their keys"),
+        ("exp_avg", torch.zeros(3), r"'exp_avg' of '\w+.\w+' \(\("),
+    ],
+)
+def test_bad_states_are_refused_and_change_nothing(where: str, value: Any, message: str) -> None:
+    _, (model, optimizer, flat) = twins(kind=torch.optim.Adam)
     train(model, optimizer, 0, 2)
-    good = flat.optimizer_state_dict(optimizer)
-    kept = optimizer.state[flat.parameters()[0]]["exp_avg"].clone()
+    state = copy.deepcopy(flat.optimizer_state_dict(optimizer))
+    kept = copy.deepcopy(optimizer.state_dict())
+    if where == "1":
+        del state["state"][1]
+    elif value is None:
+        del state["state"][1][where]
+    else:
+        state["state"][1][where] = value
+    with pytest.raises(FlatbedError, match=message):
+        flat.load_optimizer_state_dict(optimizer, state)
+    assert_equal_states(kept, optimizer.state_dict())
 
-    def broken(**change: Any) -> dict[str, Any]:
-        return {
-            "state": {i: dict(s) for i, s in good["state"].items()},
-            "param_groups": good["param_groups"],
-            **change,
-        }
 
-    uneven = broken()
-    uneven["state"][1]["step"] = torch.tensor(7.0)
-    missing = broken()
-    del missing["state"][1]
-    keys = broken()
-    del keys["state"][1]["exp_avg"]
-    shape = broken()
-    shape["state"][0]["exp_avg"] = torch.zeros(3)
-    short = broken(param_groups=[{**good["param_groups"][0], "params": [0]}])
-    for state, error, message in [
-        (uneven, FlatbedError, "'step' is 2.0.* and 7.0 for 'decoder.bias'"),
-        (missing, FlatbedError, r"'decoder.bias' differ in their keys.* \[\]"),
-        (keys, FlatbedError, "'decoder.bias' differ in their keys"),
-        (shape, FlatbedError, r"'exp_avg' of 'encoder.weight'"),
-        (short, ValueError, r"\[1\] parameters.*\[2\].*same parameters"),
-    ]:
-        with pytest.raises(error, match=message):
-            flat.load_optimizer_state_dict(optimizer, state)
-    assert torch.equal(optimizer.state[flat.parameters()[0]]["exp_avg"], kept)
+def test_state_of_another_optimizer_is_refused_and_changes_nothing() -> None:
+    _, (model, optimizer, flat) = twins(kind=torch.optim.Adam)
+    train(model, optimizer, 0, 2)
+    kept = copy.deepcopy(optimizer.state_dict())
+    _, (other, sgd, other_flat) = twins(kind=partial(torch.optim.SGD, lr=0.1, momentum=0.9))
+    train(other, sgd, 0, 2)
+    with pytest.raises(FlatbedError, match="another optimizer than Adam"):
+        flat.load_optimizer_state_dict(optimizer, other_flat.optimizer_state_dict(sgd))
+    assert_equal_states(kept, optimizer.state_dict())
+
+
+def test_optimizers_whose_state_cannot_be_split() -> None:
+    _, (model, _, flat) = twins()
+    other = FlatParams(build("rnn")).parameters()
     with pytest.raises(ValueError, match=r"1 of another FlatParams.*flat\.parameters"):
-        flat.optimizer_state_dict(
-            torch.optim.Adam([*flat.parameters(), *FlatParams(build("rnn")).parameters()])
-        )
-
-
-def test_lbfgs_state_is_refused_by_name() -> None:
-    model = build("tied")
-    flat = FlatParams(model)
+        flat.optimizer_state_dict(torch.optim.Adam([*flat.parameters(), *other]))
     optimizer = torch.optim.LBFGS(flat.parameters(), lr=0.1)
 
     def closure() -> torch.Tensor:
@@ -192,7 +180,7 @@ def test_lbfgs_state_is_refused_by_name() -> None:
         flat.optimizer_state_dict(optimizer)
 
 
-@pytest.mark.parametrize("grads", ["follow", "bound"])
+@BOTH
 def test_state_and_gradients_are_pickled_without_the_buffers(grads: Any) -> None:
     model = nn.Sequential(*[nn.Linear(32, 32) for _ in range(20)])
     flat = FlatParams(model, grads=grads)
@@ -208,37 +196,32 @@ def test_state_and_gradients_are_pickled_without_the_buffers(grads: Any) -> None
 # ---- files of a flattened model, written and read by the usual calls
 
 
-def write_parameters(model: nn.Module, file: Path) -> None:
-    torch.save(dict(model.named_parameters(remove_duplicate=False)), file)
+FORMATS: dict[str, tuple[Any, Any]] = {
+    "torch": (
+        lambda m, f: torch.save(m.state_dict(), f),
+        lambda m, f: m.load_state_dict(torch.load(f, weights_only=True)),
+    ),
+    "parameters": (
+        lambda m, f: torch.save(dict(m.named_parameters(remove_duplicate=False)), f),
+        lambda m, f: m.load_state_dict(torch.load(f, weights_only=True), strict=False),
+    ),
+    "safetensors": (safetensors.torch.save_model, safetensors.torch.load_model),
+}
 
 
-@pytest.mark.parametrize(
-    ("write", "read"),
-    [
-        (
-            lambda m, f: torch.save(m.state_dict(), f),
-            lambda m, f: m.load_state_dict(torch.load(f, weights_only=True)),
-        ),
-        (write_parameters, None),
-        (safetensors.torch.save_model, safetensors.torch.load_model),
-    ],
-    ids=["torch", "parameters", "safetensors"],
-)
+@pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("name", ["mixed", "conv", "tied", "frozen", "rnn"])
 @DEVICES
-def test_files_equal_those_of_a_plain_model(
-    device: str, name: str, write: Any, read: Any, tmp_path: Path
-) -> None:
-    plain, model = build(name, device), build(name, device)
+def test_files_equal_those_of_a_plain_model(device: str, name: str, form: str, tmp_path: Path) -> None:
+    write, read = FORMATS[form]
+    plain, model, fresh = (build(name, device) for _ in range(3))
     flat = FlatParams(model)
     write(model, tmp_path / "model")
     is_fused = (name, device) == ("rnn", "cuda")  # cuDNN keeps all weights of a plain RNN in one storage
     if not is_fused:
         write(plain, tmp_path / "plain")
         assert (tmp_path / "model").stat().st_size == (tmp_path / "plain").stat().st_size
-    if read is None:
-        return
-    for target in (model,) if is_fused else (build(name, device), model):
+    for target in (model,) if is_fused else (fresh, model):
         for p in target.parameters():
             nn.init.zeros_(p)
         read(target, tmp_path / "model")
@@ -268,19 +251,17 @@ def test_accelerates_checkpoints_are_complete(tmp_path: Path) -> None:
 def test_the_state_goes_through_distributed_checkpoints(tmp_path: Path) -> None:
     import torch.distributed.checkpoint as dcp
 
-    models = [build("tied"), build("tied")]
-    flats = [FlatParams(model) for model in models]
-    optimizers = [torch.optim.Adam(flat.parameters(), lr=0.01) for flat in flats]
-    train(models[0], optimizers[0], 0, 2)
-    train(models[1], optimizers[1], 2, 3)  # other values, which loading replaces
+    (_, one), (_, other) = twins(), twins()
+    one.train(0, 1)
+    other.train(2)  # other values, which loading replaces
     saved, loaded = (
-        {"model": model.state_dict(), "optimizer": flat.optimizer_state_dict(optimizer)}
-        for model, flat, optimizer in zip(models, flats, optimizers, strict=True)
+        {"model": t.model.state_dict(), "optimizer": t.flat.optimizer_state_dict(t.optimizer)}
+        for t in (one, other)
     )
     dcp.save(saved, checkpoint_id=tmp_path)
     dcp.load(loaded, checkpoint_id=tmp_path)
-    models[1].load_state_dict(loaded["model"])
-    flats[1].load_optimizer_state_dict(optimizers[1], loaded["optimizer"])
-    for model, optimizer in zip(models, optimizers, strict=True):
-        train(model, optimizer, 2, 4)
-    assert_same(*models)
+    other.model.load_state_dict(loaded["model"])
+    other.flat.load_optimizer_state_dict(other.optimizer, loaded["optimizer"])
+    for training in (one, other):
+        training.train(2, 3)
+    assert_same(one.model, other.model)

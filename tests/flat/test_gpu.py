@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from flatbed import FlatParams
-from tests.cases import BOTH, OPTIMIZERS, assert_same, batches, build, loss_of
+from tests.cases import BOTH, assert_same, batches, loss_of
+from tests.flat.twins import assert_twins, twins
 
 pytestmark = pytest.mark.gpu
 
@@ -24,20 +25,16 @@ def deterministic() -> Any:
 @pytest.mark.filterwarnings("ignore:RNN module weights are not part of single contiguous chunk")
 @BOTH
 def test_rnn_and_flatten_parameters(grads: str) -> None:
-    case = next(c for c in OPTIMIZERS if c.name == "adamw")
-    reference, model = build("rnn", "cuda"), build("rnn", "cuda")
-    flat = FlatParams(model, grads=grads)  # type: ignore[arg-type]
-    optimizer, expected = case(flat.parameters(), fused=True), case(reference.parameters(), fused=True)
-    for i, x in enumerate(batches(6, "cuda")):
-        for m, o in ((reference, expected), (model, optimizer)):
-            if m is model and i == 3:
+    pair = twins(grads, model="rnn", device="cuda", foreach=None, fused=True)
+    for model, optimizer, flat in pair:
+        for i, x in enumerate(batches(6, "cuda")):
+            if flat is not None and i == 3:
                 model.rnn.flatten_parameters()
                 assert not flat.is_valid()
-            loss_of(m, x).backward()
-            o.step()
-            o.zero_grad()
-    flat.assert_valid()
-    assert_same(reference, model, 1e-6)
+            loss_of(model, x).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_twins(pair, 1e-6)
 
 
 @pytest.mark.filterwarnings(
@@ -120,20 +117,16 @@ def test_a_graphed_backward_with_an_eager_step() -> None:
 
 @BOTH
 def test_created_before_the_model_moves_to_the_gpu(grads: str) -> None:
-    reference, model = build("mixed"), build("mixed")
-    flat = FlatParams(model, grads=grads)  # type: ignore[arg-type]
-    optimizer = torch.optim.AdamW(flat.parameters(), lr=0.01, fused=True)
-    expected = torch.optim.AdamW(reference.parameters(), lr=0.01, fused=True)
-    for m, o in ((reference, expected), (model, optimizer)):
-        m.cuda()
+    pair = twins(grads, model="mixed", foreach=None, fused=True)
+    for one in pair:
+        one.model.cuda()
         for x in batches(5, "cuda"):
-            loss_of(m, x).backward()
-            flat.clip_grad_norm_(0.1) if m is model else nn.utils.clip_grad_norm_(m.parameters(), 0.1)
-            o.step()
-            o.zero_grad()
-    assert flat.buffers[0].is_cuda
-    flat.assert_valid()
-    assert_same(reference, model, 1e-6)
+            loss_of(one.model, x).backward()
+            one.clip()
+            one.optimizer.step()
+            one.optimizer.zero_grad()
+    assert pair[1].flat.buffers[0].is_cuda
+    assert_twins(pair, 1e-6)
 
 
 def test_peak_memory_of_flattening_is_one_buffer() -> None:
@@ -158,40 +151,28 @@ def test_two_devices_in_one_model() -> None:
         torch.manual_seed(0)
         return nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4).cuda()])
 
-    def run(model: Any, flat: FlatParams | None) -> float:
-        optimizer = torch.optim.SGD(model.parameters() if flat is None else flat.parameters(), lr=0.1)
+    pair = twins(kind=torch.optim.SGD, model=make, lr=0.1)
+    totals = []
+    for one in pair:
         for _ in range(3):
-            model[1](model[0](torch.ones(1, 4)).cuda()).sum().backward()
-            total = (
-                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-                if flat is None
-                else flat.clip_grad_norm_(0.1)
-            )
-            optimizer.step()
-            optimizer.zero_grad()
-        return total.item()
-
-    reference, model = make(), make()
-    flat = FlatParams(model)
-    assert {b.device.type for b in flat.buffers} == {"cpu", "cuda"}
-    assert run(model, flat) == pytest.approx(run(reference, None), rel=1e-6)
-    assert_same(reference, model, 1e-6)
+            one.model[1](one.model[0](torch.ones(1, 4)).cuda()).sum().backward()
+            totals.append(one.clip().item())
+            one.optimizer.step()
+            one.optimizer.zero_grad()
+    assert {b.device.type for b in pair[1].flat.buffers} == {"cpu", "cuda"}
+    assert totals[3:] == pytest.approx(totals[:3], rel=1e-6)
+    assert_twins(pair, 1e-6)
 
 
 @pytest.mark.filterwarnings("ignore")
 @BOTH
 def test_torch_compile_with_inductor(grads: str) -> None:
-    reference, model = build("tied", "cuda"), build("tied", "cuda")
-    flat = FlatParams(model, grads=grads)  # type: ignore[arg-type]
-    compiled = torch.compile(model)
-    optimizer = torch.optim.AdamW(flat.parameters(), lr=0.01, fused=True)
-    expected = torch.optim.AdamW(reference.parameters(), lr=0.01, fused=True)
-    step = torch.compile(optimizer.step)
-    for i, x in enumerate(batches(6, "cuda")):
-        loss_of(reference, x).backward()
-        expected.step()
-        expected.zero_grad()
-        loss_of(compiled, x).backward()
-        step() if i % 2 else optimizer.step()
-        optimizer.zero_grad()
-    assert_same(reference, model, 1e-4)
+    pair = twins(grads, device="cuda", foreach=None, fused=True)
+    for model, optimizer, flat in pair:
+        forward = model if flat is None else torch.compile(model)
+        step = optimizer.step if flat is None else torch.compile(optimizer.step)
+        for i, x in enumerate(batches(6, "cuda")):
+            loss_of(forward, x).backward()
+            step() if i % 2 else optimizer.step()
+            optimizer.zero_grad()
+    assert_twins(pair, 1e-4)

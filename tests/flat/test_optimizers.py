@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from flatbed import FlatbedError, FlatParams
-from tests.cases import OPTIMIZERS, OptimizerCase, assert_same, backward, build
+from tests.cases import OPTIMIZERS, OptimizerCase, backward, build
+from tests.flat.twins import assert_twins, twins
 
 
 class Simple(torch.optim.Optimizer):
@@ -54,7 +55,7 @@ class NeedsMore(Simple):
 
 
 class OtherNames(Simple):
-    """Its constructor's arguments have other names than what they become."""
+    """Its constructor's arguments have other names than what they become, and a subclass passes them on."""
 
     def __init__(self, params: Any, rate: float, *, factor: float) -> None:
         super().__init__(params, lr=rate * factor)
@@ -96,41 +97,26 @@ class JoinsAll(Simple):
             p.sub_(p.grad - mean, alpha=0.01)
 
 
-class AdaNorm(Simple):
-    """Scales gradients by a running average of their norm."""
-
-    def direction(self, p: Any) -> torch.Tensor:
-        state, norm = self.state[p], p.grad.norm()
-        state["norm"] = 0.9 * state.get("norm", norm) + 0.1 * norm
-        return p.grad * (state["norm"] / norm)
+def ada_norm(self: Any, p: Any) -> torch.Tensor:
+    """Scale gradients up while their norm falls, and leave them alone while it rises."""
+    state, norm = self.state[p], p.grad.norm()
+    state["norm"] = 0.95 * state.get("norm", 0 * norm) + 0.05 * norm
+    return p.grad * (state["norm"] / norm).clamp(min=1.0)
 
 
-class AdaNormOfFalls(Simple):
-    """Scales gradients up while their norm falls, and leaves them alone while it rises."""
-
-    def direction(self, p: Any) -> torch.Tensor:
-        state, norm = self.state[p], p.grad.norm()
-        state["norm"] = 0.95 * state.get("norm", 0 * norm) + 0.05 * norm
-        return p.grad * (state["norm"] / norm).clamp(min=1.0)
+def ada_shift(self: Any, p: Any) -> torch.Tensor:
+    """Move nothing before the eleventh step, and then scale by the largest element of an old gradient."""
+    held = self.state[p].setdefault("grads", deque(maxlen=11))
+    held.append(p.grad.clone())
+    return p.grad / held[0].abs().max() if len(held) == 11 else torch.zeros_like(p)
 
 
-class AdaShift(Simple):
-    """Moves nothing before the eleventh step, and then scales by the largest element of an old gradient."""
-
-    def direction(self, p: Any) -> torch.Tensor:
-        held = self.state[p].setdefault("grads", deque(maxlen=11))
-        held.append(p.grad.clone())
-        return p.grad / held[0].abs().max() if len(held) == 11 else torch.zeros_like(p)
-
-
-class AvaGrad(Simple):
-    """Scales by a norm that the step before has left in the group."""
-
-    def direction(self, p: Any) -> torch.Tensor:
-        group = self.param_groups[0]
-        gamma = group.get("gamma", 1.0)
-        group["gamma"] = float(p.grad.norm() / p.numel() ** 0.5)
-        return p.grad * gamma
+def ava_grad(self: Any, p: Any) -> torch.Tensor:
+    """Scale by a norm that the step before has left in the group."""
+    group = self.param_groups[0]
+    gamma = group.get("gamma", 1.0)
+    group["gamma"] = float(p.grad.norm() / p.numel() ** 0.5)
+    return p.grad * gamma
 
 
 def factor_large(self: Any, p: Any) -> torch.Tensor:
@@ -153,45 +139,34 @@ def centralize(self: Any, p: Any) -> torch.Tensor:
     return p.grad if p.dim() < 2 else p.grad - p.grad.mean(dim=tuple(range(1, p.dim())), keepdim=True)
 
 
-LARS = simple("Lars", lambda self, p: p.grad * (p.norm() / p.grad.norm()))
-CLOSURE_LARS = simple("ClosureLars", LARS.direction, IgnoresClosure)
-SECRET_LARS = simple("SecretLars", LARS.direction, NeedsMore)
-RENAMED_LARS = simple("RenamedLars", LARS.direction, OtherNames)
-PASSING_LARS = simple("PassingLars", LARS.direction, PassesOn)
-SHAPE_READERS: list[tuple[Any, str]] = [
-    (torch.optim.Adafactor, "Adafactor"),
-    (LARS, "Lars"),
-    (lambda params: LARS(params, lr=0.0), "Lars"),
-    (CLOSURE_LARS, "ClosureLars"),
-    (lambda params: SECRET_LARS(params, secret=2.0), "SecretLars"),  # type: ignore[call-arg]
-    (lambda params: RENAMED_LARS(params, 0.1, factor=0.1), "RenamedLars"),  # type: ignore[call-arg]
-    (lambda params: PASSING_LARS(params, 0.1, factor=0.1), "PassingLars"),  # type: ignore[call-arg]
-    (lambda params: OfOptions(params, lr=0.1, mode="norm"), "OfOptions"),
-    (simple("Lamb", lambda self, p: p.grad.sign() * p.norm() / p.grad.sign().norm()), "Lamb"),
-    (
-        simple("Muon", lambda self, p: p.grad if p.dim() < 2 else p.grad / p.grad.norm(dim=1, keepdim=True)),
-        "Muon",
-    ),
-    (simple("Centralized", lambda self, p: p.grad - p.grad.mean()), "Centralized"),
-    (simple("Ranger", centralize), "Ranger"),
-    (simple("OfConvs", lambda self, p: p.grad if p.dim() < 4 else centralize(self, p)), "OfConvs"),
-    (simple("Clipped", lambda self, p: p.grad * (1.0 / p.grad.norm()).clamp(max=1.0)), "Clipped"),
-    (simple("Factored", factor_large), "Factored"),
-    (AdaNorm, "AdaNorm"),
-    (AdaNormOfFalls, "AdaNormOfFalls"),
-    (simple("AdamP", project), "AdamP"),
-    (AdaShift, "AdaShift"),
-    (AvaGrad, "AvaGrad"),
-    (JoinsAll, "JoinsAll"),
-]
+def lars(self: Any, p: Any) -> torch.Tensor:
+    scaled: torch.Tensor = p.grad * (p.norm() / p.grad.norm())
+    return scaled
 
 
-@pytest.mark.parametrize(("make", "name"), SHAPE_READERS, ids=[name for _, name in SHAPE_READERS])
-def test_shape_readers_are_refused(make: Any, name: str) -> None:
+def of_convolutions(self: Any, p: Any) -> torch.Tensor:
+    return p.grad if p.dim() < 4 else centralize(self, p)
+
+
+DIRECTIONS = (centralize, of_convolutions, factor_large, project, ada_norm, ada_shift, ava_grad)
+SHAPE_READERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "Adafactor": torch.optim.Adafactor,
+    "Lars": lambda params: simple("Lars", lars)(params, lr=0.0),
+    "ClosureLars": simple("ClosureLars", lars, IgnoresClosure),
+    "SecretLars": lambda params: simple("SecretLars", lars, NeedsMore)(params, secret=2.0),  # type: ignore[call-arg]
+    "PassingLars": lambda params: simple("PassingLars", lars, PassesOn)(params, 0.1, factor=0.1),  # type: ignore[call-arg]
+    "OfOptions": lambda params: OfOptions(params, lr=0.1, mode="norm"),
+    **{direction.__name__: simple(direction.__name__, direction) for direction in DIRECTIONS},
+    "JoinsAll": JoinsAll,
+}
+
+
+@pytest.mark.parametrize("name", SHAPE_READERS)
+def test_shape_readers_are_refused(name: str) -> None:
     model = build("tied")
     flat = FlatParams(model)
     before = flat.snapshot()
-    optimizer = make(flat.parameters())
+    optimizer = SHAPE_READERS[name](flat.parameters())
     backward(model)
     for _ in range(2):  # the second error matters if the first was swallowed
         with pytest.raises(FlatbedError, match=rf"^{name} .*flat\.originals"):
@@ -212,6 +187,7 @@ ELEMENTWISE: list[Any] = [
     lambda p: PassesOn(p, 0.1, factor=0.1),
     lambda p: OfOptions(p, lr=0.1),
     NoClosure,
+    lambda p: torch.optim.Adam(p, lr=torch.tensor(0.01), foreach=False),
 ]
 
 
@@ -221,11 +197,13 @@ def test_elementwise_optimizers_pass(make: OptimizerCase) -> None:
     flat = FlatParams(model)
     optimizer = make(flat.parameters())
     backward(model)
-    state = torch.get_rng_state()
-    torch.set_rng_state(state)
+    state, lr = torch.get_rng_state(), optimizer.param_groups[0]["lr"]
+    before = torch.as_tensor(lr).clone()
     optimizer.step()
     assert flat.is_valid()
     assert torch.equal(state, torch.get_rng_state())
+    assert optimizer.param_groups[0]["lr"] is lr
+    assert torch.equal(torch.as_tensor(lr), before)
 
 
 def too_small(self: Any, p: Any) -> torch.Tensor:
@@ -268,16 +246,6 @@ def test_an_inconclusive_trial_warns(make: Any, reason: str) -> None:
     assert steps == [1]
 
 
-def test_a_tensor_learning_rate_is_not_touched() -> None:
-    lr = torch.tensor(0.01)
-    model = build("tied")
-    optimizer = torch.optim.Adam(FlatParams(model).parameters(), lr=lr, foreach=False)
-    backward(model)
-    optimizer.step()
-    assert lr == torch.tensor(0.01)
-    assert optimizer.param_groups[0]["lr"] is lr
-
-
 class Nested(torch.optim.SGD):
     """Its step calls its parent's step and then changes the parameters."""
 
@@ -292,13 +260,8 @@ class Nested(torch.optim.SGD):
 
 def test_a_step_within_a_step() -> None:
     torch.optim.SGD([torch.zeros(1, requires_grad=True)])  # torch then hooks the parent's step as well
-    model, reference = build("tied"), build("tied")
-    flat = FlatParams(model)
-    optimizer, expected = Nested(flat.parameters(), lr=0.1), Nested(reference.parameters(), lr=0.1)
-    for m, o in ((model, optimizer), (reference, expected)):
-        m.decoder.bias.requires_grad_(False)
-        for i in range(3):
-            backward(m, i)
-            o.step()
-            o.zero_grad()
-    assert_same(model, reference)
+    pair = twins(kind=Nested)
+    for one in pair:
+        one.model.decoder.bias.requires_grad_(False)
+        one.train(0, 1, 2)
+    assert_twins(pair)

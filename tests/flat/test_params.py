@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from torch import nn
 
 from flatbed import Embedding, FlatbedError, FlatParams
 from flatbed.flat import Segment
-from tests.cases import MODELS, assert_same, batches, build, loss_of, two_groups
+from tests.cases import BOTH, MODELS, assert_same, batches, build, loss_of, two_groups
+from tests.flat.twins import twins
 
 
 def in_buffer(flat: FlatParams, p: torch.Tensor, segment: Segment) -> bool:
@@ -24,24 +26,25 @@ def in_buffer(flat: FlatParams, p: torch.Tensor, segment: Segment) -> bool:
 @pytest.mark.parametrize("name", MODELS)
 def test_values_strides_and_alignment(name: str) -> None:
     before, model = build(name), build(name)
+    frozen = {n: p.data_ptr() for n, p in model.named_parameters() if not p.requires_grad}
     flat = FlatParams(model)
     assert_same(before, model)
     for old, new in zip(before.parameters(), model.parameters(), strict=True):
         assert old.stride() == new.stride()
-    assert len(flat.segments) == len([p for p in model.parameters() if p.requires_grad])
+    # a tied weight is stored once, and frozen parameters are left alone
+    assert [s.name for s in flat.segments] == [n for n, p in model.named_parameters() if p.requires_grad]
+    assert frozen == {n: p.data_ptr() for n, p in model.named_parameters() if not p.requires_grad}
     for p, segment in zip(flat.originals(), flat.segments, strict=True):
         if p.numel():
             assert p.data_ptr() % 64 == 0
             assert in_buffer(flat, p, segment)
         assert p.untyped_storage().nbytes() == p.numel() * p.element_size()
         assert (tuple(p.shape), p.stride()) == (segment.shape, segment.stride)
-    assert {s.name for s in flat.segments} == {n for n, p in model.named_parameters() if p.requires_grad}
 
 
 @pytest.mark.parametrize(
     "source",
     [
-        lambda m: m,
         lambda m: m.parameters(),
         lambda m: m.named_parameters(),
         lambda m: list(m.parameters()),
@@ -51,32 +54,16 @@ def test_values_strides_and_alignment(name: str) -> None:
     ],
 )
 def test_sources(source: Any) -> None:
-    model = build("mixed")
+    model, reference = build("mixed"), build("mixed")
     flat = FlatParams(source(model))
     assert [id(p) for p in flat.originals()] == [id(p) for p in model.parameters()]
-    optimizer = torch.optim.SGD(flat.groups(), lr=0.1)
-    reference = build("mixed")
-    expected = torch.optim.SGD(
-        source(reference) if not isinstance(source(reference), nn.Module) else reference.parameters(), lr=0.1
-    )
+    optimizer = torch.optim.SGD(flat, lr=0.1)
+    expected = torch.optim.SGD(source(reference), lr=0.1)
+    assert [g["lr"] for g in optimizer.param_groups] == [g["lr"] for g in expected.param_groups]
     for m, o in ((model, optimizer), (reference, expected)):
         loss_of(m, batches(1)[0]).backward()
         o.step()
     assert_same(model, reference)
-
-
-def test_repeated_and_tied_parameters_are_stored_once() -> None:
-    p, model = nn.Parameter(torch.ones(3)), build("tied")
-    assert len(FlatParams([p, p]).segments) == 1
-    assert [s.name for s in FlatParams(model).segments] == ["encoder.weight", "decoder.bias"]
-    assert model.decoder.weight is model.encoder.weight
-
-
-def test_frozen_parameters_are_left_alone() -> None:
-    model = build("frozen")
-    before = model.frozen.weight.data_ptr()
-    assert [s.name for s in FlatParams(model).segments] == ["head.weight", "head.bias"]
-    assert model.frozen.weight.data_ptr() == before
 
 
 def test_tables_are_left_alone() -> None:
@@ -90,85 +77,46 @@ def test_one_buffer_per_group_and_dtype() -> None:
     flat = FlatParams(model)
     assert [b.dtype for b in flat.buffers] == [torch.float32, torch.bfloat16]
     assert len(FlatParams([{"params": model[0].weight}, {"params": model[0].bias}]).buffers) == 2
+    assert len(FlatParams([model[0].bias, model[0].bias]).segments) == 1
 
 
-def test_a_strided_parameter_with_holes_becomes_dense() -> None:
-    p = nn.Parameter(torch.arange(20.0).view(4, 5)[:, :3])
-    expected = p.detach().clone()
-    FlatParams([p])
-    assert torch.equal(p, expected)
-    assert p.stride() == (3, 1)
+class OtherTensor(torch.Tensor):
+    """As a DTensor, of another type than torch's."""
 
 
-def _overlapping() -> nn.Parameter:
-    return nn.Parameter(torch.randn(1, 4).expand(3, 4))
+P = nn.Parameter
+MEMORY, TWICE = torch.randn(10), P(torch.ones(2))
+REFUSED: dict[str, Callable[[], list[Any]]] = {
+    "lazy.*forward": lambda: list(nn.LazyLinear(3).parameters()),
+    "sparse": lambda: [P(torch.randn(3).to_sparse())],
+    "complex": lambda: [P(torch.randn(3, dtype=torch.complex64))],
+    "meta device": lambda: [P(torch.empty(3, device="meta"))],
+    "overlaps itself": lambda: [P(torch.randn(1, 4).expand(3, 4))],
+    r"OtherTensor.*flatbed\.optim": lambda: [P(torch.randn(3).as_subclass(OtherTensor))],
+    "not a leaf": lambda: [P(torch.randn(3)) * 2],
+    "flat parameter already": lambda: list(FlatParams([P(torch.ones(2))])),
+    "same memory.*one Parameter": lambda: [P(MEMORY[:6]), P(MEMORY[4:], requires_grad=False)],
+    "'w' is given twice": lambda: [("w", P(torch.ones(2))), ("w", P(torch.ones(2)))],
+    "'params' key": lambda: [{"lr": 0.1}],
+    "in param group 1 and in 2": lambda: [{"params": [TWICE]}, {"params": [TWICE]}],
+}
 
 
-def _overlapping_pair() -> list[nn.Parameter]:
-    memory = torch.randn(10)
-    return [nn.Parameter(memory[:6]), nn.Parameter(memory[4:], requires_grad=False)]
-
-
-def _in_two_groups() -> list[dict[str, Any]]:
-    p = nn.Parameter(torch.ones(2))
-    return [{"params": [p]}, {"params": [p]}]
-
-
-@pytest.mark.parametrize(
-    ("bad", "error", "message"),
-    [
-        (lambda: list(nn.LazyLinear(3).parameters()), ValueError, "lazy.*forward"),
-        (lambda: [nn.Parameter(torch.randn(3).to_sparse())], ValueError, "sparse"),
-        (lambda: [nn.Parameter(torch.randn(3, dtype=torch.complex64))], ValueError, "complex"),
-        (lambda: [nn.Parameter(torch.empty(3, device="meta"))], ValueError, "meta device"),
-        (lambda: [_overlapping()], ValueError, "overlaps itself"),
-        (lambda: [nn.Parameter(torch.randn(3)) * 2], ValueError, "not a leaf"),
-        (lambda: [{"lr": 0.1}], TypeError, "'params' key"),
-        (
-            lambda: FlatParams([nn.Parameter(torch.ones(2))]).parameters(),
-            ValueError,
-            "flat parameter already",
-        ),
-        (_overlapping_pair, ValueError, "same memory.*one Parameter"),
-        (
-            lambda: [*nn.Linear(2, 2).named_parameters(), *nn.Linear(2, 2).named_parameters()],
-            ValueError,
-            "'weight' is given twice",
-        ),
-        (_in_two_groups, ValueError, "in param group 1 and in 2"),
-    ],
-)
-def test_refusals_come_before_any_change(bad: Any, error: type[Exception], message: str) -> None:
-    good = nn.Parameter(torch.randn(5))
+@pytest.mark.parametrize("message", REFUSED)
+def test_refusals_come_before_any_change(message: str) -> None:
+    good = P(torch.randn(5))
     before = good.data_ptr()
-    source = bad()
-    with pytest.raises(error, match=message):
+    source = REFUSED[message]()
+    with pytest.raises((ValueError, TypeError), match=message):
         FlatParams([{"params": [good]}, *source] if isinstance(source[0], dict) else [good, *source])
     assert good.data_ptr() == before
 
 
-def test_dtensor_is_refused() -> None:
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import DTensor, Replicate
-
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        sharded = DTensor.from_local(torch.randn(4), DeviceMesh("cpu", [0]), [Replicate()])
-        with pytest.raises(ValueError, match=r"DTensor.*flatbed\.optim"):
-            FlatParams([nn.Parameter(sharded)])
-    finally:
-        torch.distributed.destroy_process_group()
-
-
 def test_memory_is_freed_without_the_cycle_collector() -> None:
-    model = build("mixed")
-    flat = FlatParams(model)
-    optimizer = torch.optim.Adam(flat.parameters())
-    loss_of(model, batches(1)[0]).backward()
-    optimizer.step()
-    gone = weakref.ref(flat)
-    del flat, optimizer, model
+    pair = twins()
+    pair[1].train(0)
+    gone = weakref.ref(pair[1].flat)
+    del pair
     assert gone() is None
 
 
@@ -188,10 +136,10 @@ def pickled(things: Any) -> Any:
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
-@pytest.mark.parametrize("grads", ["follow", "bound"])
-def test_copies_of_all_three_stay_connected(copied: Any, order: tuple[int, ...], grads: str) -> None:
+@BOTH
+def test_copies_of_all_three_stay_connected(copied: Any, order: tuple[int, ...], grads: Any) -> None:
     model = build("tied")
-    flat = FlatParams(model, grads=grads)  # type: ignore[arg-type]
+    flat = FlatParams(model, grads=grads)
     things: list[Any] = [model, flat, torch.optim.Adam(flat.parameters(), lr=0.01)]
     train_on(things[0], things[2])
     copies = copied(tuple(things[i] for i in order))
@@ -206,28 +154,20 @@ def test_copies_of_all_three_stay_connected(copied: Any, order: tuple[int, ...],
     assert torch.equal(before, twin[0].encoder.weight), "the copy must not share memory"
 
 
-def test_deepcopy_of_the_model_alone_is_ordinary() -> None:
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
+def test_copies_of_the_model_alone_are_ordinary(copied: Any) -> None:
     model = build("conv")
-    FlatParams(model)
-    twin = copy.deepcopy(model)
+    plain = len(pickle.dumps(model))
+    model.flat.weight.tag = "kept"
+    flat = FlatParams(model)
+    assert len(pickle.dumps(model)) < 1.1 * plain
+    twin = copied(model)
     assert_same(model, twin)
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
         assert type(q) is nn.Parameter
         assert q.untyped_storage().nbytes() == q.numel() * 4
         assert q.stride() == p.stride()
     train_on(twin, torch.optim.SGD(twin.parameters(), lr=0.1))
-
-
-def test_pickle_of_the_model_is_ordinary_and_small() -> None:
-    model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(20)])
-    plain = len(pickle.dumps(model))
-    model[0].weight.tag = "kept"  # type: ignore[union-attr]
-    flat = FlatParams(model)
-    data = pickle.dumps(model)
-    assert len(data) < 1.1 * plain
-    twin = pickle.loads(data)
-    assert_same(model, twin)
-    assert twin[0].weight.tag == "kept"
     assert flat.is_valid()
 
 
@@ -251,13 +191,6 @@ def test_snapshot_and_restore() -> None:
 # ---- handing over to an optimizer
 
 
-def test_an_optimizer_takes_the_flat_params_itself() -> None:
-    model = build("mixed")
-    assert torch.optim.SGD(FlatParams(model), lr=0.1).param_groups[0]["params"][0].numel() >= 256
-    groups = torch.optim.SGD(FlatParams(two_groups(model)), lr=0.1).param_groups
-    assert [g["lr"] for g in groups] == [0.1, 0.003]
-
-
 def test_lost_group_options_are_reported() -> None:
     model = build("tied")
     flat = FlatParams([{"params": model.parameters(), "weight_decay": 0.5}])
@@ -272,8 +205,6 @@ def test_lost_group_options_are_reported() -> None:
 
 def test_held_twice_is_refused() -> None:
     model = build("tied")
-    flat = FlatParams(model)
-    optimizer = torch.optim.SGD([*flat.parameters(), *model.parameters()], lr=0.1)
-    loss_of(model, batches(1)[0]).backward()
+    optimizer = torch.optim.SGD([*FlatParams(model).parameters(), *model.parameters()], lr=0.1)
     with pytest.raises(FlatbedError, match=r"'encoder\.weight'.*twice.*flat\.parameters"):
         optimizer.step()

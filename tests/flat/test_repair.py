@@ -10,15 +10,8 @@ import torch
 from torch import nn
 
 from flatbed import FlatbedError, FlatParams
-from tests.cases import BOTH, assert_same, backward, batches, build, loss_of
-
-
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, i: int = 0, clip: Any = None) -> None:
-    backward(model, i)
-    if clip is not None:
-        clip()
-    optimizer.step()
-    optimizer.zero_grad()
+from tests.cases import BOTH, backward, batches, build, loss_of
+from tests.flat.twins import assert_twins, twins
 
 
 def cast(model: nn.Module) -> None:
@@ -58,136 +51,71 @@ def new_parameter(model: nn.Module) -> None:
 MOVES = [cast, cast_and_back, assign_state, replace_data, swap_backup, share_memory, new_parameter]
 
 
+HOW = ("step before", "step during", "rebind")
+
+
 @pytest.mark.parametrize(
-    ("move", "when"),
-    # Torch itself cannot continue with fp32 state after a cast; another test covers that.
-    [(m, w) for m in MOVES for w in ("before", "during") if (m, w) != (cast, "during")],
+    ("move", "how"),
+    [(move, how) for move in MOVES for how in HOW],
     ids=lambda v: getattr(v, "__name__", v),
 )
 @BOTH
-def test_the_next_step_brings_parameters_back(grads: str, move: Any, when: str) -> None:
-    reference, model = build("rnn"), build("rnn")
-    expected = torch.optim.AdamW(reference.parameters(), lr=0.01, foreach=False)
-    flat = FlatParams(model, grads=grads)  # type: ignore[arg-type]
-    optimizer = torch.optim.AdamW(flat.parameters(), lr=0.01, foreach=False)
-    if when == "during":
-        step(reference, expected)
-        step(model, optimizer)
-    if move is cast:
-        cast(reference)
-    move(model)
-    for i in range(1, 5):
-        step(reference, expected, i, lambda: nn.utils.clip_grad_norm_(reference.parameters(), 0.1))
-        step(model, optimizer, i, lambda: flat.clip_grad_norm_(0.1))
-    assert_same(reference, model)
-    flat.assert_valid()
-    for p, s in zip(model.parameters(), flat.segments, strict=True):
-        assert p.data_ptr() == flat.buffers[0].data_ptr() + s.offset * p.element_size()
-
-
-@pytest.mark.parametrize("move", MOVES, ids=lambda f: f.__name__)
-def test_check_names_what_left_and_rebind_brings_it_back(move: Any) -> None:
-    model = build("rnn")
-    flat = FlatParams(model)
+def test_parameters_are_named_and_brought_back(grads: str, move: Any, how: str) -> None:
+    # Torch's Adam cannot continue with state of another dtype; its SGD can.
+    kind, options = (torch.optim.SGD, {"momentum": 0.9}) if move is cast else (torch.optim.AdamW, {})
+    pair = twins(grads, kind, model="rnn", **options)
+    flat = pair[1].flat
     assert flat.check() == []
-    move(model)
+    for one in pair:
+        if how == "step during":
+            one.train(0)
+        if move is cast or one.flat is not None:
+            move(one.model)
     assert not flat.is_valid()
     assert all("rebind()" in problem for problem in flat.check())
     with pytest.raises(FlatbedError, match=r"'head\.(weight|bias)'"):
         flat.assert_valid()
-    values = {n: p.detach().clone() for n, p in model.named_parameters()}
-    flat.rebind()
-    assert flat.is_valid()
-    assert all(torch.equal(values[n], p) for n, p in model.named_parameters())
-
-
-def test_check_tells_causes_apart() -> None:
-    model = build("rnn")
-    flat = FlatParams(model)
-    replace_data(model)
-    (problem,) = flat.check()
-    assert "'head.weight'" in problem
-    assert "flatten_parameters" in problem
-    cast(model)
-    assert len(flat.check()) == len(flat.segments)
-    assert all("moved or cast" in problem for problem in flat.check())
-    model.float()
-    flat.rebind()
-    model.head.weight.data = model.head.weight.data.t().clone()
-    with pytest.raises(FlatbedError, match=r"'head.weight' had shape \(2, 6\).*\(6, 2\).*new FlatParams"):
+    if how == "rebind":
         flat.rebind()
-    model.head = nn.Linear(6, 2)
-    assert any("no longer part of the module" in problem for problem in flat.check())
+        assert_twins(pair)
+    for one in pair:
+        one.train(1, 2, 3, 4, clip=True)
+    assert_twins(pair)
+    for p, s in zip(pair[1].model.parameters(), flat.segments, strict=True):
+        assert p.data_ptr() == flat.buffers[0].data_ptr() + s.offset * p.element_size()
 
 
 @BOTH
 def test_a_part_that_moved_keeps_its_gradients(grads: str) -> None:
     """`Module.to` moves the gradients of a part out of the flat gradient."""
-    reference, model = build("mixed"), build("mixed")
-    flat = FlatParams(model, grads=grads)  # type: ignore[arg-type]
-    optimizer = torch.optim.SGD(flat.parameters(), lr=0.1, foreach=False)
-    expected = torch.optim.SGD(reference.parameters(), lr=0.1, foreach=False)
-    for i in range(4):
-        for m, o in ((reference, expected), (model, optimizer)):
+    pair = twins(grads, torch.optim.SGD, model="mixed")
+    for one in pair:
+        for i in range(4):
             if i % 2:
-                m.inner[0].double().float()
-            backward(m, i)
+                one.model.inner[0].double().float()
+            backward(one.model, i)
             if not i % 2:
-                m.inner[0].double().float()
-            o.step()
-            o.zero_grad()
-    assert_same(reference, model)
-    assert flat.is_valid()
-
-
-def test_a_cast_after_training_began_raises_with_the_remedy() -> None:
-    model = build("rnn")
-    flat = FlatParams(model)
-    optimizer = torch.optim.AdamW(flat.parameters(), lr=0.01)
-    step(model, optimizer)
-    saved = flat.optimizer_state_dict(optimizer)
-    model.double()
-    fresh = torch.optim.AdamW(flat.parameters(), lr=0.01)
-    flat.load_optimizer_state_dict(fresh, saved)
-    loss_of(model, batches(1)[0].double()).backward()
-    with pytest.raises(FlatbedError, match=r"cast after training began.*optimizer_state_dict"):
-        optimizer.step()
-    fresh.step()
-    assert fresh.state[flat.parameters()[0]]["step"] == 2
+                one.model.inner[0].double().float()
+            one.optimizer.step()
+            one.optimizer.zero_grad()
+    assert_twins(pair)
 
 
 @BOTH
-def test_a_partly_cast_model_raises_by_name(grads: str) -> None:
-    model = build("tied")
-    flat = FlatParams(model, grads=grads)  # type: ignore[arg-type]
-    optimizer = torch.optim.SGD(flat.parameters(), lr=0.1)
-    model.encoder.double()
-    x = batches(1)[0].double()
-    model.encoder(x).sum().backward()
-    with pytest.raises(FlatbedError, match=r"'encoder\.weight' is torch\.float64.*whole model"):
-        optimizer.step()
-
-
-def test_tied_weights_that_came_apart_raise() -> None:
-    model = build("tied")
-    flat = FlatParams(model)
-    optimizer = torch.optim.SGD(flat.parameters(), lr=0.1)
-    assign_state(model)
-    assert model.encoder.weight is not model.decoder.weight
-    loss_of(model, batches(1)[0]).backward()
-    with pytest.raises(FlatbedError, match=r"'encoder\.weight' has come apart.*Tie them"):
-        optimizer.step()
-    model.decoder.weight = model.encoder.weight
-    model.zero_grad()
-    loss_of(model, batches(1)[0]).backward()
-    optimizer.step()
-    assert flat.is_valid()
+def test_moving_the_model_between_clipping_and_the_step_keeps_the_clipping(grads: str) -> None:
+    pair = twins(grads, torch.optim.SGD)
+    for one in pair:
+        backward(one.model)
+        one.clip()
+        one.model.double()
+        one.optimizer.step()
+    assert_twins(pair)
 
 
 class OutOfPlace(torch.optim.Optimizer):
     """An optimizer that replaces p.data instead of updating it."""
 
-    def __init__(self, params: Any, lr: float) -> None:
+    def __init__(self, params: Any, lr: float, **_: Any) -> None:
         super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
@@ -200,77 +128,86 @@ class OutOfPlace(torch.optim.Optimizer):
 
 @BOTH
 def test_an_optimizer_that_is_not_in_place_is_followed(grads: str) -> None:
-    reference, model = build("tied"), build("tied")
-    flat = FlatParams(model, grads=grads)  # type: ignore[arg-type]
-    optimizer = OutOfPlace(flat.parameters(), lr=0.1)
-    expected = OutOfPlace(reference.parameters(), lr=0.1)
-    for i in range(3):
-        step(reference, expected, i)
-        step(model, optimizer, i)
-    assert_same(reference, model)
-    assert flat.is_valid()
-    (p,) = flat.parameters()
+    pair = twins(grads, OutOfPlace)
+    for one in pair:
+        one.train(0, 1, 2)
+    assert_twins(pair)
+    (p,) = pair[1].flat.parameters()
     p.data = p.data + 1.0  # outside a step
-    assert "replaces p.data" in flat.check()[0]
-    flat.rebind()
-    assert torch.allclose(model.encoder.weight, reference.encoder.weight + 1.0)
+    assert "replaces p.data" in pair[1].flat.check()[0]
+    pair[1].flat.rebind()
+    assert torch.allclose(pair[1].model.encoder.weight, pair[0].model.encoder.weight + 1.0)
 
 
-@BOTH
-def test_moving_the_model_between_clipping_and_the_step_keeps_the_clipping(grads: str) -> None:
-    reference, model = build("tied"), build("tied")
-    flat = FlatParams(model, grads=grads)  # type: ignore[arg-type]
-    optimizer = torch.optim.SGD(flat.parameters(), lr=0.1, foreach=False)
-    expected = torch.optim.SGD(reference.parameters(), lr=0.1, foreach=False)
-    for m in (reference, model):
-        loss_of(m, batches(1)[0]).backward()
-    flat.clip_grad_norm_(0.1)
-    nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
-    for m, o in ((reference, expected), (model, optimizer)):
-        m.double()
-        o.step()
-    assert_same(reference, model)
+# ---- what cannot be brought back
 
 
-# ---- models whose layers were replaced
+def transpose(model: Any) -> None:
+    model.encoder.weight.data = torch.ones(7, 8)
 
 
-@pytest.mark.parametrize("source", ["module", "parameters"])
-@BOTH
-def test_a_model_with_other_parameters_is_not_trained_in_silence(grads: str, source: str) -> None:
-    model = nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 1))
-    flat = FlatParams(model if source == "module" else model.parameters(), grads=grads)  # type: ignore[arg-type]
-    optimizer = torch.optim.SGD(flat.parameters(), lr=0.1)
-    step(model, optimizer)
-    if source == "module":
-        model[0], model[1] = nn.Linear(7, 7), nn.Linear(7, 1)
-    else:
-        assign_state(model)
-    backward(model)
-    if source == "module":
-        with pytest.raises(FlatbedError, match=r"no longer part of the module.*new FlatParams"):
-            optimizer.step()
-    else:
-        with pytest.warns(UserWarning, match="no parameter of this FlatParams has a gradient"):
-            optimizer.step()
+def cast_a_part(model: Any) -> None:
+    model.encoder.double()
 
 
-def test_a_replaced_layer_is_named() -> None:
-    model = nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 1))
-    optimizer = torch.optim.SGD(FlatParams(model).parameters(), lr=0.1)
-    model[1] = nn.Linear(7, 1)
-    backward(model)
-    with pytest.raises(FlatbedError, match=r"'1\.weight'.*no longer part of the module"):
-        optimizer.step()
+def take_apart(model: Any) -> None:
+    model.encoder.weight = nn.Parameter(torch.ones(7, 7))
+
+
+def of_another_shape(model: Any) -> None:
+    model.decoder.bias = nn.Parameter(torch.ones(8))
+
+
+def freeze_new(model: Any) -> None:
+    model.decoder.bias = nn.Parameter(torch.ones(7), requires_grad=False)
 
 
 @pytest.mark.parametrize(
-    ("new", "found"),
-    [(nn.Parameter(torch.randn(2, 3)), r"shape \(2, 3\)"), (nn.Parameter(torch.ones(3, 3), False), "frozen")],
+    ("change", "message"),
+    [
+        (transpose, r"'encoder.weight' .*\(7, 8\).*\(7, 7\).*new FlatParams"),
+        (cast_a_part, r"'encoder\.weight' is torch\.float64.*whole model"),
+        (take_apart, r"'encoder\.weight' has come apart.*Tie them"),
+        (of_another_shape, r"'decoder\.bias'.*shape \(8,\).*new FlatParams"),
+        (freeze_new, r"'decoder\.bias'.*frozen.*new FlatParams"),
+    ],
 )
-def test_a_parameter_that_cannot_take_over_raises(new: nn.Parameter, found: str) -> None:
-    model = nn.Sequential(nn.Linear(3, 3))
-    flat = FlatParams(model)
-    model[0].weight = new
-    with pytest.raises(FlatbedError, match=rf"'0\.weight'.*{found}.*new FlatParams"):
+@BOTH
+def test_what_cannot_be_brought_back_raises_by_name(grads: Any, change: Any, message: str) -> None:
+    model = build("tied")
+    flat = FlatParams(model, grads=grads)
+    optimizer = torch.optim.SGD(flat.parameters(), lr=0.1)
+    change(model)
+    with pytest.raises(FlatbedError, match=message):
         flat.rebind()
+    with pytest.raises(FlatbedError, match=message):
+        optimizer.step()
+
+
+def test_weights_can_be_tied_again() -> None:
+    _, (model, optimizer, flat) = twins()
+    assign_state(model)
+    assert model.encoder.weight is not model.decoder.weight
+    model.decoder.weight = model.encoder.weight
+    loss_of(model, batches(1)[0]).backward()
+    optimizer.step()
+    assert flat.is_valid()
+
+
+@BOTH
+def test_a_model_with_other_parameters_is_not_trained_in_silence(grads: Any) -> None:
+    model = nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 1))
+    flat = FlatParams(model.parameters(), grads=grads)
+    optimizer = torch.optim.SGD(flat.parameters(), lr=0.1)
+    backward(model)
+    optimizer.step()
+    optimizer.zero_grad()
+    model[1] = nn.Linear(7, 1)
+    backward(model)
+    with pytest.raises(FlatbedError, match=r"'param 2'.*received no gradient.*new FlatParams"):
+        optimizer.step()
+    optimizer.zero_grad()
+    assign_state(model)
+    backward(model)
+    with pytest.warns(UserWarning, match="no parameter of this FlatParams has a gradient"):
+        optimizer.step()

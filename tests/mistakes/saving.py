@@ -40,7 +40,7 @@ CONTIGUOUS: list[Any] = [
         "after p.data",
         moved_away,
         ValueError,
-        r"'param 0' lies outside.*rebind\(\)",
+        r"'param 0'.*lies outside.*rebind\(\)",
     ),
     (
         "ContiguousParams.param_buffer",

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from operator import is_, itemgetter
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,7 @@ from torch import nn
 
 from flatbed.cuda.streams import is_capturing
 from flatbed.errors import FlatbedError
-from flatbed.layout import BufferLayout, Segment, Spec, plan
+from flatbed.layout import BufferLayout, Segment
 from flatbed.optim.state import own_storage
 
 if TYPE_CHECKING:
@@ -58,7 +57,7 @@ class Buffer:
         self.bound = False
         self.grad: torch.Tensor | None = None
         self.views: list[torch.Tensor] = []
-        self.in_step = False  # an optimizer that holds this buffer is stepping: its gradients are gathered
+        self.in_step = False  # an optimizer is stepping, and nothing else replaces the gathered gradients
         self.no_backward = False  # bound: autograd wrote nothing since the gradient was zeroed
         self.zeroed_versions: list[int] | None = None  # bound: the views' versions when last zeroed
         self._allocate(layout.numel, originals[0].dtype, originals[0].device)
@@ -66,7 +65,6 @@ class Buffer:
     # ---- values
 
     def _allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Allocate memory, copy the originals in, and make each of them a tensor over it."""
         self.data = torch.zeros(numel, dtype=dtype, device=device)
         self.data_ptrs = [0] * len(self.segments)
         self._adopt(range(len(self.segments)))
@@ -87,11 +85,8 @@ class Buffer:
         """
         if (device, dtype) == (self.data.device, self.data.dtype):
             self._adopt(positions)
-        else:  # offsets depend on the size of an element
-            specs = [Spec(s.name, s.shape, s.stride, dtype.itemsize) for s in self.segments]
-            layout = plan(specs, max_bytes=1 << 62)
-            self.segments = [replace(s, buffer=self.number) for s in layout.segments]
-            self._allocate(layout.buffers[0].numel, dtype, device)
+        else:
+            self._allocate(len(self.data), dtype, device)
             flat = self.flat()
             if flat is not None:
                 flat.data = self.data
@@ -125,10 +120,9 @@ class Buffer:
         if not self.views:
             self.grad = torch.zeros_like(self.data)
             self.views = [own_storage(view(self.grad, segment)) for segment in self.segments]
-            spans = sorted((s.offset, s.offset + s.numel) for s in self.segments)
-            ends, starts = [0, *(end for _, end in spans)], [*(start for start, _ in spans), len(self.data)]
-            gaps = [i for gap in map(range, ends, starts) for i in gap]
-            self.padding = torch.tensor(gaps, dtype=torch.int64, device=self.data.device)
+            starts = [*(segment.offset for segment in self.segments[1:]), len(self.data)]
+            gaps = [torch.arange(s.end, start) for s, start in zip(self.segments, starts, strict=True)]
+            self.padding = torch.cat(gaps).to(self.data.device)
 
     def bind_grads(self) -> None:
         """Bound mode: make every gradient a view; existing gradients are copied, absent ones are zeros."""
@@ -138,13 +132,6 @@ class Buffer:
             own.fill_(UNTOUCHED) if p.grad is None else own.copy_(p.grad)
             p.grad = own
         self.zeroed_versions = [own._version for own in self.views]
-
-    def is_gathered(self) -> bool:
-        """Return whether a step is active that has gathered the gradients.
-
-        The first gradient is compared, since an exception inside a step leaves the flag behind.
-        """
-        return self.in_step and self.originals[0].grad is self.views[0]
 
     def gather(self) -> torch.Tensor | None:
         """The flat gradient, or None when no original has one; afterwards nothing is left to copy.
@@ -161,21 +148,20 @@ class Buffer:
                 self.grad.index_fill_(0, self.padding, 0.0)
         if all(map(is_, grads, self.views)):
             return self.grad
-        trios = list(zip(self.originals, grads, self.views, strict=True))
-        arrived = [(p, g, own) for p, g, own in trios if g is not None and g is not own]
-        for p, g, _ in arrived:
-            if g.layout != torch.strided:
-                name = next(s.name for s, q in zip(self.segments, self.originals, strict=True) if q is p)
-                raise FlatbedError(
-                    f"the gradient of '{name}' is sparse; use sparse=False in its embedding, or train it "
-                    f"outside the FlatParams"
-                )
+        arrived: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         with torch.no_grad():
-            for _, absent, own in trios:
-                if absent is None:
+            for p, grad, own, segment in zip(self.originals, grads, self.views, self.segments, strict=True):
+                if grad is None:
                     own.zero_()
+                elif grad.layout != torch.strided:
+                    raise FlatbedError(
+                        f"the gradient of '{segment.name}' is sparse; use sparse=False in its embedding, or "
+                        f"train it outside the FlatParams"
+                    )
+                elif grad is not own:
+                    arrived.append((p, grad, own))
             if arrived:
-                torch._foreach_copy_([own for _, _, own in arrived], [g for _, g, _ in arrived])
+                torch._foreach_copy_([own for _, _, own in arrived], [grad for _, grad, _ in arrived])
         for p, _, own in arrived:
             p.grad = own
         return self.grad
@@ -194,10 +180,6 @@ class Buffer:
 
     def assign_grad(self, value: torch.Tensor) -> None:
         """Make a tensor assigned to the flat `.grad` the gradient of every original."""
-        found = (tuple(value.shape), value.dtype, value.layout)
-        expected = (tuple(self.data.shape), self.data.dtype, torch.strided)
-        if found != expected:
-            raise ValueError(f"the gradient of a flat parameter is None or like {expected}; found {found}")
         grad = value.detach().clone()
         self._make_views()
         for p, own, segment in zip(self.originals, self.views, self.segments, strict=True):
@@ -231,25 +213,6 @@ class Buffer:
         is_zeroed = [((v == 0) & torch.signbit(v)).all() for v in (self.views[i] for i in late)]
         return [i for i, untouched in zip(late, torch.stack(is_zeroed).tolist(), strict=True) if untouched]
 
-    # ---- norms
-
-    @torch.no_grad()
-    def param_norms(self) -> list[torch.Tensor]:
-        """The norm of the values of each original."""
-        return _norms(self.originals, 2.0)
-
-    def grad_norms(self, norm_type: float = 2.0) -> list[torch.Tensor]:
-        """The norm of the gradient of each original, 0 where there is none; gather first."""
-        if all(p.grad is None for p in self.originals):
-            return list(self.data.new_zeros(len(self.originals)))
-        return _norms(self.views, norm_type)
-
-
-def _norms(tensors: Sequence[torch.Tensor], norm_type: float) -> list[torch.Tensor]:
-    filled = [t for t in tensors if t.numel()]  # an empty tensor has no largest element
-    found = iter(torch._foreach_norm(filled, norm_type) if filled else ())
-    return [next(found) if t.numel() else t.new_zeros(()) for t in tensors]
-
 
 @torch.no_grad()
 def clip(buffers: Sequence[Buffer], max_norm: float, norm_type: float) -> torch.Tensor:
@@ -270,22 +233,17 @@ def total_norm(buffers: Sequence[Buffer], norm_type: float) -> torch.Tensor:
     On the CPU it is bitwise equal to torch's norm over the parameters in the order of the source. On other
     devices it is one reduction per buffer.
     """
-    if not buffers:
-        return torch.tensor(0.0)
-    device = buffers[0].data.device
     if any(buffer.data.device.type != "cpu" for buffer in buffers) and norm_type > 0:
+        device = buffers[0].data.device
         whole: list[torch.Tensor] = [
             torch.linalg.vector_norm(b.grad, norm_type).to(device) for b in buffers if b.grad is not None
         ]
         return whole[0] if len(whole) == 1 else torch.linalg.vector_norm(torch.stack(whole), norm_type)
-    norms: list[tuple[int, torch.Tensor]] = []
-    for buffer in buffers:
-        found = zip(buffer.originals, buffer.positions, buffer.grad_norms(norm_type), strict=True)
-        # Torch counts only present gradients, and zeros would change its sum.
-        norms += [(position, norm) for p, position, norm in found if p.grad is not None]
-    norms.sort(key=itemgetter(0))
-    total: torch.Tensor = torch.linalg.vector_norm(torch.stack([norm for _, norm in norms]), norm_type)
-    return total
+    pairs = [pair for b in buffers for pair in zip(b.positions, b.originals, strict=True)]
+    grads = [p.grad for _, p in sorted(pairs, key=itemgetter(0)) if p.grad is not None]
+    if norm_type == float("inf"):  # an empty tensor has no largest element
+        grads = [grad for grad in grads if grad.numel()]
+    return nn.utils.get_total_norm(grads, norm_type)
 
 
 # ---- the flat parameter
@@ -313,16 +271,17 @@ class FlatParameter(nn.Parameter):
         """The originals' gradients, gathered; None when none of them has one."""
         if torch.compiler.is_compiling():
             return _read_outside_of_the_graph(self)
-        if self.buffer.is_gathered():
-            return self.buffer.grad
-        self._owner._repair(self.buffer)
+        buffer = self.buffer
+        if buffer.in_step and buffer.originals[0].grad is buffer.views[0]:
+            return buffer.grad  # an exception may have ended the step
+        self._owner._repair(buffer)
         return self.gather_grad()
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
+        self._owner._repair(self.buffer)
+        _GRAD.__set__(self, value)  # torch checks its shape, dtype and device
         _GRAD.__set__(self, None)
-        if not self.buffer.is_gathered():
-            self._owner._repair(self.buffer)
         self.buffer.drop_grads() if value is None else self.buffer.assign_grad(value)
 
     def gather_grad(self) -> torch.Tensor | None:
@@ -335,9 +294,13 @@ class FlatParameter(nn.Parameter):
             return self.buffer.grad
         return grad
 
-    def show_grad(self, grad: torch.Tensor | None) -> None:
-        """Put the gradient into the slot of C++ for the time of a step, where a compiled step reads it."""
-        _GRAD.__set__(self, grad)
+    def show_grad(self, is_gathered: bool) -> None:
+        """Put the gathered gradient into the slot of C++ for the time of a step, or take it out.
+
+        A compiled step reads the slot.
+        """
+        if is_gathered or _GRAD.__get__(self) is self.buffer.grad:
+            _GRAD.__set__(self, self.buffer.grad if is_gathered else None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatParameter:
         if id(self) not in memo:

@@ -46,9 +46,9 @@ class Step:
     def set_in_step(self, active: bool) -> None:
         """Let the optimizer read the gathered gradients without another look at the originals."""
         for p in self.flats:
-            gathered = active and p.buffer in self.buffers
-            p.buffer.in_step = gathered and self.is_only_hook
-            p.show_grad(p.buffer.grad if gathered else None)
+            is_gathered = active and p.buffer in self.buffers
+            p.buffer.in_step = is_gathered and self.is_only_hook
+            p.show_grad(is_gathered)
 
     def collect(self) -> None:
         """Gather every gradient, refuse missing ones, and clip if `FlatParams.step` asks for it."""
@@ -104,13 +104,11 @@ def _before_step(
     if not flats:
         return None
     step = Step(optimizer, flats)
-    for p in flats:
-        p.buffer.in_step = False  # an earlier step may have ended in an exception
+    step.set_in_step(False)  # an earlier step may have ended in an exception
     for owner in step.owners:
         owner.rebind()
     _check_first_step(optimizer, step)
     _refuse_unfrozen(step.owners, optimizer)
-    _refuse_old_state(optimizer, flats)
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is None:
         step.collect()
@@ -189,15 +187,12 @@ def _warn_of_lost_options(group: dict[str, Any], options: dict[str, Any]) -> Non
 
 
 def _report_no_grads(owner: FlatParams) -> None:
-    """Warn of a step without any gradient, or raise if the parameters are no longer the module's."""
+    """Warn once, since it waits for the GPU, of a step without any gradient."""
     if owner._no_grads_reported or is_capturing(owner._buffers[0].data.device):
         return
-    owner._no_grads_reported = True  # once, since it waits for the GPU
+    owner._no_grads_reported = True
     if any(b.no_backward and b.grad is not None and bool(b.grad.any()) for b in owner._buffers):
         return  # a replayed CUDA graph wrote the gradients
-    gone = model_params.removed(owner)
-    if gone:
-        raise FlatbedError(model_params.describe_removed(gone))
     warnings.warn(
         "no parameter of this FlatParams has a gradient, so the step trains nothing. If the model's "
         "parameters were replaced (load_state_dict(assign=True), new layers), build FlatParams from the "
@@ -209,17 +204,13 @@ def _report_no_grads(owner: FlatParams) -> None:
 def _refuse_missing(owner: FlatParams, buffer: Buffer) -> None:
     missing = buffer.missing_grads()
     names = [buffer.segments[i].name for i in missing if buffer.originals[i].requires_grad]
-    if not names or owner.missing == "zero":
-        return
-    gone = [name for name in model_params.removed(owner) if name in names]
-    if gone:
-        raise FlatbedError(model_params.describe_removed(gone))
-    raise FlatbedError(
-        f"{model_params.listed(names)} received no gradient while others did. Torch would skip it and its "
-        f"step count, which one flat state cannot express. Freeze (requires_grad_(False)) what is not "
-        f"trained, leave it out of the FlatParams, or use missing='zero' (weight decay and momentum still "
-        f"move it)"
-    )
+    if names and owner.missing == "raise":
+        raise FlatbedError(
+            f"{model_params.listed(names)} received no gradient while others did. Torch would skip it and "
+            f"its step count, which one flat state cannot express. Freeze (requires_grad_(False)) what is "
+            f"not trained, leave it out of the FlatParams, or use missing='zero' (weight decay and momentum "
+            f"still move it). If its layer was replaced, {model_params.REBUILD}"
+        )
 
 
 def _refuse_unfrozen(owners: list[FlatParams], optimizer: torch.optim.Optimizer) -> None:
@@ -228,14 +219,3 @@ def _refuse_unfrozen(owners: list[FlatParams], optimizer: torch.optim.Optimizer)
     names = [entry.name for entry in late if id(entry.parameter) not in held]
     if names:
         raise FlatbedError(model_params.describe_unfrozen(names))
-
-
-def _refuse_old_state(optimizer: torch.optim.Optimizer, flats: list[FlatParameter]) -> None:
-    for p in flats:
-        for key, value in optimizer.state.get(p, {}).items():
-            if isinstance(value, torch.Tensor) and value.dim() == 1 and value.numel() not in (1, p.numel()):
-                raise FlatbedError(
-                    f"the optimizer's '{key}' has {value.numel()} elements and its flat parameter has "
-                    f"{p.numel()}: the model was cast after training began. Take optimizer_state_dict() "
-                    f"before the cast, and load it into a new optimizer over flat.parameters() after it"
-                )

@@ -106,19 +106,17 @@ def _read_items(items: list[Any]) -> Inputs:
 def _refuse_unfit(entries: list[SourceParam]) -> None:
     """Raise for the first parameter that cannot lie in a buffer."""
     names: set[str] = set()
-    for entry in entries:
-        reason = unfit(entry.parameter)
+    spans: list[tuple[str, int, int, str, bool]] = []
+    for name, p in ((entry.name, entry.parameter) for entry in entries):
+        reason = unfit(p)
         if reason is not None:
-            raise ValueError(f"parameter '{entry.name}' cannot be flattened: it {reason}")
-        if entry.name in names:
-            raise ValueError(f"the name '{entry.name}' is given twice: use names that tell parameters apart")
-        names.add(entry.name)
-    plain = [e for e in entries if type(e.parameter.data) is torch.Tensor and not e.parameter.is_meta]
-    spans = [
-        (str(p.device), p.data_ptr(), p.data_ptr() + p.nbytes, name, p.requires_grad)
-        for name, p in ((e.name, e.parameter) for e in plain)
-        if p.layout == torch.strided and p.numel() and is_dense(tuple(p.shape), p.stride())
-    ]
+            raise ValueError(f"parameter '{name}' cannot be flattened: it {reason}")
+        if name in names:
+            raise ValueError(f"the name '{name}' is given twice: use names that tell parameters apart")
+        names.add(name)
+        is_plain = type(p.data) is torch.Tensor and not p.is_meta and p.layout == torch.strided
+        if is_plain and p.numel() and is_dense(tuple(p.shape), p.stride()):
+            spans.append((str(p.device), p.data_ptr(), p.data_ptr() + p.nbytes, name, p.requires_grad))
     for (device, _, stop, name, trained), after in pairwise(sorted(spans)):
         if device == after[0] and after[1] < stop and (trained or after[4]):
             raise ValueError(
@@ -161,7 +159,6 @@ def find_problems(flat: FlatParams) -> list[str]:
         f"load_state_dict(assign=True); {REBIND}"
         for entry, _ in _replacements(flat)
     ]
-    problems += [describe_removed([name]) for name in removed(flat)]
     for buffer in flat._buffers:
         problems += [_describe(buffer, i) for i in buffer.relocated()]
         if buffer.flat_is_relocated():
@@ -171,11 +168,6 @@ def find_problems(flat: FlatParams) -> list[str]:
             )
     late = [entry.name for entry in unfrozen(flat)]
     return [*problems, describe_unfrozen(late)] if late else problems
-
-
-def describe_removed(names: list[str]) -> str:
-    """Describe parameters that the module no longer has."""
-    return f"{listed(names)} is no longer part of the module: its layer was replaced or removed; {REBUILD}"
 
 
 def describe_unfrozen(names: list[str]) -> str:
@@ -190,16 +182,12 @@ def describe_unfrozen(names: list[str]) -> str:
 def _describe(buffer: Buffer, i: int) -> str:
     """Describe an original that lies outside its segment or has another shape."""
     here, p, segment = buffer.data, buffer.originals[i], buffer.segments[i]
-    if tuple(p.shape) != segment.shape:
-        return f"'{segment.name}' had shape {segment.shape} and was given {tuple(p.shape)}; {REBUILD}"
-    if (p.device, p.dtype) != (here.device, here.dtype):
-        return (
-            f"'{segment.name}' is {p.dtype} on {p.device}, its buffer is {here.dtype} on {here.device}: the "
-            f"model was moved or cast (.to(), .cuda(), .half()) after flattening; {REBIND}"
-        )
+    has_shape = tuple(p.shape) == segment.shape
     return (
-        f"'{segment.name}' lies outside its buffer, as after p.data = …, an update that is not in place, or "
-        f"an RNN's flatten_parameters(); {REBIND}"
+        f"'{segment.name}' ({p.dtype} of shape {tuple(p.shape)} on {p.device}) lies outside its buffer "
+        f"({here.dtype} of shape {segment.shape} on {here.device}), as after .to(), .cuda(), .half(), "
+        f"p.data = …, an update that is not in place, or an RNN's flatten_parameters(); "
+        f"{REBIND if has_shape else REBUILD}"
     )
 
 
@@ -207,15 +195,6 @@ def listed(names: list[str], most: int = 8) -> str:
     """Names in quotes for an error message, cut off after `most`."""
     shown = ", ".join(f"'{name}'" for name in names[:most])
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
-
-
-def removed(flat: FlatParams) -> list[str]:
-    """Names of the parameters that the module no longer has, under any attribute that held them."""
-    if flat._inputs.module is None:
-        return []
-    present = {id(p) for p in flat._inputs.module.parameters()}
-    present |= {id(entry.parameter) for entry, _ in _replacements(flat)}
-    return [entry.name for entry in flat._entries if id(entry.parameter) not in present]
 
 
 def unfrozen(flat: FlatParams) -> list[SourceParam]:
@@ -270,12 +249,12 @@ def _adopt(flat: FlatParams, entry: SourceParam, held: list[torch.Tensor]) -> No
             f"Parameter and now hold different ones (load_state_dict(assign=True) does that). Tie them "
             f"again by assigning one Parameter to all of them"
         )
-    reason = unfit(new)
-    if reason is not None or not new.requires_grad or new.shape != entry.parameter.shape:
-        found = reason or (f"has shape {tuple(new.shape)}" if new.requires_grad else "is frozen")
+    reason = unfit(new) if new.requires_grad else "is frozen"
+    if new.shape != entry.parameter.shape:
+        reason = f"has shape {tuple(new.shape)} instead of {tuple(entry.parameter.shape)}"
+    if reason is not None:
         raise FlatbedError(
-            f"the Parameter that replaced '{entry.name}' (shape {tuple(entry.parameter.shape)}) cannot take "
-            f"its place: it {found}; {REBUILD}"
+            f"the Parameter that replaced '{entry.name}' cannot take its place: it {reason}; {REBUILD}"
         )
     for buffer in flat._buffers:
         buffer.originals = [new if p is entry.parameter else p for p in buffer.originals]

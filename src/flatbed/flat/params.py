@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, Literal
@@ -177,35 +177,37 @@ class FlatParams:
         self._pending_clip = None if max_norm is None else (max_norm, float(norm_type))
         try:
             optimizer.step()
-            for buffer in self._buffers:
-                buffer.in_step = bool(buffer.views)  # no second gathering for zero_grad
-            optimizer.zero_grad()
         finally:
             self._pending_clip = None
-            for buffer in self._buffers:
-                buffer.in_step = False
+        optimizer.zero_grad()
         return self._total_norm
 
     def norms(self) -> dict[str, float]:
         """The norm of every parameter, by name; one transfer to the host per buffer."""
-        return self._by_name([buffer.param_norms() for buffer in self._buffers])
+        return self._norms(lambda p: p.detach())
 
     def grad_norms(self) -> dict[str, float]:
         """The norm of every gradient, by name; 0 where there is none. One transfer per buffer."""
         self._gathered()
-        return self._by_name([buffer.grad_norms() for buffer in self._buffers])
+        return self._norms(lambda p: p.grad)
 
     def nonfinite(self) -> list[str]:
         """The names of the parameters whose gradient holds inf or NaN."""
         self._gathered()
-        largest = self._by_name([buffer.grad_norms(float("inf")) for buffer in self._buffers])
+        largest = self._norms(lambda p: p.grad, norm_type=float("inf"))
         return [name for name, value in largest.items() if not value < float("inf")]
 
-    def _by_name(self, norms: list[list[torch.Tensor]]) -> dict[str, float]:
-        found: dict[str, float] = {}
-        for buffer, tensors in zip(self._buffers, norms, strict=True):
-            found.update(zip((s.name for s in buffer.segments), torch.stack(tensors).tolist(), strict=True))
-        return {entry.name: found[entry.name] for entry in self._entries}
+    def _norms(
+        self, tensor_of: Callable[[torch.Tensor], torch.Tensor | None], norm_type: float = 2.0
+    ) -> dict[str, float]:
+        norms = {entry.name: 0.0 for entry in self._entries}
+        for buffer in self._buffers:
+            tensors = {s.name: tensor_of(p) for s, p in zip(buffer.segments, buffer.originals, strict=True)}
+            filled = {name: t for name, t in tensors.items() if t is not None and t.numel()}
+            if filled:
+                found = torch.stack(torch._foreach_norm(list(filled.values()), norm_type)).tolist()
+                norms.update(zip(filled, found, strict=True))
+        return norms
 
     def _gathered(self) -> list[Buffer]:
         """Gather every buffer and return those that have a gradient."""
@@ -224,10 +226,7 @@ class FlatParams:
         """Write the values of a snapshot back, one copy per buffer."""
         rebind(self, self._buffers)
         if snapshot.segments != self.segments:
-            raise ValueError(
-                "the snapshot is of another layout; restore takes a snapshot of this FlatParams, taken since "
-                "it was last cast"
-            )
+            raise ValueError("the snapshot is of another layout; restore takes a snapshot of this FlatParams")
         for buffer, values in zip(self._buffers, snapshot.buffers, strict=True):
             buffer.data.copy_(values)
             # The originals' counters miss writes through the buffer.

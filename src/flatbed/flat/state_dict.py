@@ -60,25 +60,29 @@ def load_optimizer_state_dict(
     flat: FlatParams, optimizer: torch.optim.Optimizer, state: dict[str, Any]
 ) -> None:
     """See `FlatParams.load_optimizer_state_dict`. Everything is checked before the optimizer changes."""
-    flat.rebind()  # a model that was cast has another layout
+    flat.rebind()  # new state is of the model's device
     all_places = _places(flat, optimizer)
-    _check_sizes(all_places, state)
-    own = optimizer.state_dict()["param_groups"]
+    found = [len(group["params"]) for group in state["param_groups"]]
+    expected = [len(places) for places in all_places]
+    if found != expected:
+        raise ValueError(
+            f"the state is of groups with {found} parameters, the optimizer's groups have {expected}: load "
+            f"it into an optimizer over the same parameters in the same groups"
+        )
     built: dict[int, Any] = {}
-    for number, places in enumerate(all_places):
-        positions = state["param_groups"][number]["params"]
+    for group, given, places in zip(optimizer.param_groups, state["param_groups"], all_places, strict=True):
         parts: dict[int, list[tuple[Place, Any]]] = {}
-        for place, position in zip(places, positions, strict=True):
+        for place, position in zip(places, given["params"], strict=True):
             if place.number is not None:
                 parts.setdefault(place.number, []).append((place, state["state"].get(position)))
-        for held, found in parts.items():
-            is_flat = found[0][0].segment is not None
-            joined = _join(optimizer, optimizer.param_groups[number], found) if is_flat else found[0][1]
+        for number, states in parts.items():
+            is_flat = states[0][0].segment is not None
+            joined = _join(optimizer, group, states) if is_flat else states[0][1]
             if joined is not None:
-                built[held] = joined
+                built[number] = joined
     groups = [
         {**_without_params(given), **{k: group[k] for k in ("params", "param_names") if k in group}}
-        for given, group in zip(state["param_groups"], own, strict=True)
+        for given, group in zip(state["param_groups"], optimizer.state_dict()["param_groups"], strict=True)
     ]
     before = optimizer.state, optimizer.param_groups
     try:
@@ -153,21 +157,6 @@ def _part(optimizer: torch.optim.Optimizer, key: str, value: Any, place: Place) 
     )
 
 
-def _check_sizes(places: list[list[Place]], state: dict[str, Any]) -> None:
-    if not isinstance(state, dict) or not {"state", "param_groups"} <= state.keys():
-        raise ValueError(
-            f"expected a dict with 'state' and 'param_groups', as optimizer.state_dict() returns; found "
-            f"{list(state)[:4] if isinstance(state, dict) else type(state).__name__}"
-        )
-    n_found = [len(group.get("params", ())) for group in state["param_groups"]]
-    expected = [len(group) for group in places]
-    if n_found != expected:
-        raise ValueError(
-            f"the state is of groups with {n_found} parameters, the optimizer's groups have {expected}; "
-            f"load it into an optimizer over the same parameters in the same groups"
-        )
-
-
 def _join(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], parts: list[tuple[Place, Any]]
 ) -> dict[str, Any] | None:
@@ -186,14 +175,13 @@ def _join(
     joined = {}
     for key in keys:
         values = [(place, found[key]) for place, found in present]
-        tensors = [(place, v) for place, v in values if isinstance(v, torch.Tensor)]
-        is_like_params = all(v.shape == place.parameter.shape for place, v in tensors)
-        if len(tensors) < len(values) or not is_like_params:
-            joined[key] = _common_value(key, values)
-        elif any(v.dim() for _, v in tensors) or key in element_state(optimizer, group):
-            joined[key] = _join_elements(tensors)
-        else:  # all parameters are scalars, and so is a step count
-            joined[key] = _common_value(key, values)
+        is_per_element = all(
+            isinstance(v, torch.Tensor) and v.shape == place.parameter.shape for place, v in values
+        )
+        if is_per_element and not any(v.dim() for _, v in values):
+            # All parameters are scalars, and so is a step count.
+            is_per_element = key in element_state(optimizer, group)
+        joined[key] = _join_elements(values) if is_per_element else _common_value(key, values)
     return joined
 
 
@@ -211,14 +199,12 @@ def _common_value(key: str, values: list[tuple[Place, Any]]) -> Any:
     """The value of a state that all parameters of a buffer share."""
     first, kept = values[0]
     for place, value in values:
-        if isinstance(value, torch.Tensor) and value.dim():
+        has_shape = isinstance(value, torch.Tensor) and value.dim()
+        if has_shape or value != kept:
             raise FlatbedError(
-                f"the state '{key}' of '{place.name}' has neither the shape of its parameter nor is it a "
-                f"scalar; load a state of the same model"
-            )
-        if value != kept:
-            raise FlatbedError(
-                f"'{key}' is {kept} for '{first.name}' and {value} for '{place.name}'. One flat state holds "
-                f"one value for all; leave parameters that skipped steps out of the FlatParams"
+                f"the state '{key}' of '{place.name}' ({tuple(value.shape) if has_shape else value}) has "
+                f"neither the shape of the parameter nor the value that '{first.name}' has. One flat state "
+                f"holds one value for all: load a state of the same model, and leave parameters that skipped "
+                f"steps out of the FlatParams"
             )
     return kept.clone() if isinstance(kept, torch.Tensor) else kept

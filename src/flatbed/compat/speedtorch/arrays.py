@@ -19,8 +19,6 @@ from flatbed import FlatbedError
 
 Array = np.ndarray[Any, Any]
 FileName = str | os.PathLike[str]
-DEVICE_STORAGE = {"cuda": "device", "cpu": "host"}
-"""Storage by the argument `deviceType`."""
 SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 """Datatypes that torch can copy but not index, and those that stand in for them."""
 
@@ -103,14 +101,9 @@ def as_index(indexes: Any, device: torch.device) -> Any:
         return tuple(as_index(one, device) for one in indexes)
     if not isinstance(indexes, np.ndarray | Tensor | list | range):
         return indexes
-    index = torch.as_tensor(as_array(indexes))
-    if index.is_floating_point():
-        raise TypeError(
-            f"indexes must be integers, slices or a mask; found {index.dtype} "
-            "(insertData takes the data first)"
-        )
-    # torch would read uint8 as a mask.
-    return (index if index.dtype == torch.bool else index.long()).to(device)
+    index = torch.as_tensor(as_array(indexes)).to(device)
+    # torch refuses fractions, and would read uint8 as a mask.
+    return index if index.is_floating_point() or index.dtype == torch.bool else index.long()
 
 
 class PMemory:
@@ -137,10 +130,9 @@ class ArrayViews:
 
     def _choose_storage(self) -> None:
         """Follow the arguments `CPUPinn` and `deviceType`; those of classes on disk change nothing."""
-        if self.deviceType not in DEVICE_STORAGE:
-            raise ValueError(f"deviceType must be 'cuda' or 'cpu'; found {self.deviceType!r}")
-        if self._storage == "device":
-            self._storage = "host" if self.CPUPinn else DEVICE_STORAGE[self.deviceType]
+        is_on_host = self.CPUPinn or torch.device(self.deviceType).type == "cpu"
+        if self._storage == "device" and is_on_host:
+            self._storage = "host"
 
     getNumpyVersion: Callable[[], Any]
     getTorchVar: Callable[[], Any]
@@ -149,10 +141,7 @@ class ArrayViews:
         """Return what `getNumpyVersion` returns."""
         return self.getNumpyVersion()
 
-    def getCupyMM(self) -> Any:
-        """Return what `getNumpyVersion` returns."""
-        return self.getNumpyVersion()
-
+    getCupyMM = getCupyVar
     CUPYcorpus = CUPYmemmap = property(getCupyVar)
 
     @property
@@ -164,6 +153,7 @@ class ArrayViews:
 class StoredArray(ArrayViews):
     """An array as one tensor: on the GPU, in host memory or mapped from a file."""
 
+    datatype: Any
     _init_method: str
     _tensor: Tensor | None = None
 
@@ -215,7 +205,7 @@ class StoredArray(ArrayViews):
 class MappedArray(StoredArray):
     """An array in a .npy file that is mapped into memory."""
 
-    fileName: Any = None
+    fileName: Any
     _storage = "disk"
     _mapped: Any = None
 
@@ -254,6 +244,10 @@ class MappedArray(StoredArray):
         self._tensor = self._mapped = None
 
 
+# A dataclass takes its fields as arguments, in their order: that of SpeedTorch's constructors.
+
+
+@dataclass(eq=False, repr=False)
 class DataGadget(StoredArray):
     """The array of a .npy file (or an array) on the GPU, or with `CPUPinn` in host memory.
 
@@ -267,10 +261,12 @@ class DataGadget(StoredArray):
     array([ 9.,  0., 11.])
     """
 
+    fileName: Any
+    CPUPinn: bool = False
+
     _init_method = "gadgetInit()"
 
-    def __init__(self, fileName: Any, CPUPinn: bool = False) -> None:
-        self.fileName, self.CPUPinn = fileName, CPUPinn
+    def __post_init__(self) -> None:
         self._choose_storage()
 
     def gadgetInit(self) -> None:
@@ -281,16 +277,17 @@ class DataGadget(StoredArray):
             self._store(as_array(self.fileName))
 
 
+@dataclass(eq=False, repr=False)
 class DataGadgetMM(MappedArray):
     """The array of a .npy file, mapped into memory: `insertData` writes to the file.
 
     `CPUPinn` changes nothing.
     """
 
-    _init_method = "gadgetInit()"
+    fileName: Any
+    CPUPinn: bool = False
 
-    def __init__(self, fileName: FileName, CPUPinn: bool = False) -> None:
-        self.fileName, self.CPUPinn = fileName, CPUPinn
+    _init_method = "gadgetInit()"
 
     def gadgetInit(self) -> None:
         """Open the file, for writing if the file allows it."""
@@ -307,11 +304,12 @@ class DataGadgetMM(MappedArray):
 MOST = 1 << 53  # sums are float64, which count exactly to here
 
 
+@dataclass(eq=False, repr=False)
 class CountMatrix(StoredArray):
     """Counts, (total_classes, total_classes)."""
 
     total_classes: int
-    datatype: Any
+
     _init_method = "comInit()"
     CUPYCom = StoredArray.CUPYcorpus
 
@@ -338,19 +336,15 @@ class CountMatrix(StoredArray):
 
     def addCounts(self, rowIndexes: Any, columnIndexes: Any, counts: Any = None) -> None:
         """Add `counts`, by default 1, to each entry, repeats included; raise if a sum does not fit."""
-        self.getTorchVar()
         rows, columns = (row_ids(self.total_classes, flat_ids(ids)) for ids in (rowIndexes, columnIndexes))
         given = np.ones(len(rows)) if counts is None else as_array(counts).reshape(-1).astype(np.float64)
         if not len(rows) == len(columns) == len(given):
             raise ValueError(
                 f"found {len(rows)} rows, {len(columns)} columns and {len(given)} counts; expected one number"
             )
-        if not len(rows):
-            return
         keys, inverse = np.unique(rows * self.total_classes + columns, return_inverse=True)
         entries = divmod(keys, self.total_classes)
-        current = to_numpy(self.getData(entries))
-        totals = current + np.bincount(inverse.reshape(-1), given)
+        totals = to_numpy(self.getData(entries)) + np.bincount(inverse.reshape(-1), given, len(keys))
         self._check_totals(totals)
         self.insertData(totals, entries)
 
@@ -372,9 +366,6 @@ class CountMatrix(StoredArray):
         return to_numpy(rows), to_numpy(columns), to_numpy(self.getData((rows, columns)))
 
 
-# A dataclass takes its fields as arguments, in their order: that of SpeedTorch's constructors.
-
-
 @dataclass(eq=False, repr=False)
 class COM(CountMatrix):
     """A co-occurrence matrix on the GPU (without one: in memory), or with `CPUPinn` in host memory.
@@ -387,7 +378,6 @@ class COM(CountMatrix):
     array([2, 1], dtype=uint32)
     """
 
-    total_classes: int
     datatype: Any = "uint32"
     CPUPinn: bool = False
 
@@ -399,10 +389,10 @@ class COMMM(CountMatrix, MappedArray):
     `checkpoint()` and `close()` save the counts, `openFile()` continues with them; `CPUPinn` changes nothing.
     """
 
-    total_classes: int
     diskname: FileName = "COM"
     datatype: Any = "uint32"
     CPUPinn: bool = False
+    fileName = None
 
     def _store(self, array: Array) -> None:
         """Copy an array to a new file."""
@@ -421,7 +411,6 @@ class COMMM(CountMatrix, MappedArray):
 class PytorchCOM(CountMatrix):
     """A co-occurrence matrix: `deviceType` "cuda" for the GPU, "cpu" for host memory."""
 
-    total_classes: int
     datatype: Any = "int32"
     deviceType: str = "cuda"
     pinType: bool = False
@@ -431,7 +420,6 @@ class PytorchCOM(CountMatrix):
 class GPUPytorchCOM(CountMatrix):
     """A co-occurrence matrix on the GPU."""
 
-    total_classes: int
     datatype: Any = "int32"
 
 
@@ -439,6 +427,5 @@ class GPUPytorchCOM(CountMatrix):
 class CPUPytorchCOM(CountMatrix):
     """A co-occurrence matrix in host memory."""
 
-    total_classes: int
     datatype: Any = "int32"
     _storage = "host"
