@@ -72,15 +72,6 @@ def embedding(**options: Any) -> flatbed.Embedding:
     return flatbed.Embedding(10, 4, **options)
 
 
-def on_disk(folder: Path, name: str = "items.bed") -> flatbed.Embedding:
-    return embedding(storage="disk", path=folder / name)
-
-
-def assign(name: str, value: Any) -> Callable[[Any], object]:
-    """Sets an attribute."""
-    return lambda thing: setattr(thing, name, value)
-
-
 def backward(module: nn.Module) -> None:
     """A gradient for every parameter."""
     module(torch.ones(2, 4)).sum().backward()
