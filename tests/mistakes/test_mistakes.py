@@ -24,11 +24,6 @@ def test_mistake(one: Mistake, tmp_path: Path) -> None:
     assert "object at 0x" not in str(caught.value), "an address tells nobody what was found"
 
 
-def test_names_are_distinct() -> None:
-    names = [str(one) for one in MISTAKES]
-    assert len(set(names)) == len(names)
-
-
 # ---- commands
 
 TYPED = [
