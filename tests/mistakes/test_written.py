@@ -79,7 +79,6 @@ TABLE: list[Row] = [
     ("flatbed.load_table(smaller(folder), storage='disk')", ValueError, r"storage='disk', to=None"),
     ("flatbed.tables([nn.Sequential()])", TypeError, r"found list.*nn.ModuleList"),
     ("on_disk(folder).weight", FlatbedError, r"read_rows.*write_rows"),
-    ("flatbed.capture(3, torch.ones(2))", TypeError, r"function of a batch; found int"),
     ("flatbed.capture(print, {'n': 3})", ValueError, r"found dict"),
 ]
 DATA: list[Row] = [

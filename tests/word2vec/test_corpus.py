@@ -81,7 +81,7 @@ def test_encodings(tmp_path: Path) -> None:
     compressed = [compress(content) for compress in (gzip.compress, bz2.compress, lzma.compress)]
     for found in (file.read_bytes(), bytes(100), *compressed):
         file.write_bytes(found)
-        with pytest.raises(ValueError, match=r"no text in utf-8.*: it has NUL.* compressed, .* utf-16"):
+        with pytest.raises(ValueError, match=r"t\.txt is no text .* NUL.* compressed, .* utf-16"):
             read_corpus(file)
 
 

@@ -153,8 +153,8 @@ def _lines(files: Sequence[Path], codec: str, progress: ReadProgress | None) -> 
             while block := opened.read(READ_CHARS):
                 if "\0" in block:
                     raise ValueError(
-                        f"{file} is no text in {codec}: it has NUL characters. If it is compressed, unpack "
-                        "it; if it is text in another encoding, name that (encoding utf-16 for example)"
+                        f"{file} is no text in this encoding: it has NUL characters. If it is compressed, "
+                        "unpack it; if its encoding is another one, utf-16 for example, give that (--encoding)"
                     )
                 *lines, rest = (rest + block).split("\n")
                 yield from map(str.split, lines)
