@@ -154,7 +154,7 @@ def _lines(files: Sequence[Path], codec: str, progress: ReadProgress | None) -> 
                 if "\0" in block:
                     raise ValueError(
                         f"{file} is no text in this encoding: it has NUL characters. If it is compressed, "
-                        "unpack it; if its encoding is another one, utf-16 for example, give that (--encoding)"
+                        "unpack it; if its encoding is another, utf-16 for example, give that (--encoding)"
                     )
                 *lines, rest = (rest + block).split("\n")
                 yield from map(str.split, lines)
