@@ -13,13 +13,7 @@ from torch import nn
 
 from benchmarks import models, rows, trainers
 from benchmarks.__main__ import BENCHMARKS, main
-from benchmarks.cases import (
-    data,
-    shards,
-    speedtorch,
-    step,
-    topk,
-)  # fmt: skip
+from benchmarks.cases import data, overlap, roofline, shards, speedtorch, step, topk
 from benchmarks.harness import Options, each
 from benchmarks.models import Model
 from benchmarks.report import newest
@@ -92,6 +86,13 @@ def test_broken_variants_are_found(optimizer: str, broken: Any, monkeypatch: pyt
     (row,) = step.run_model(TINY, optimizer, replace(FEW, variants=("flat broken",)))
     assert row["ok"] is False
     assert row["metrics"]["max_rel_error"] > trainers.TOLERANCE
+
+
+def test_bounds_are_computed() -> None:
+    """The bytes of a step per element, and the larger of the times of a model and a table alone."""
+    assert [p.bytes_per_element for p in roofline.PRECISIONS.values()] == [32, 30]
+    row = overlap.with_bounds({"metrics": {"back_to_back_ms": {"p50": 6.0}}}, 2.0, 3.0)
+    assert row["metrics"]["bound_ratio"] == 2.0
 
 
 def test_captured_steps_are_steps() -> None:
