@@ -320,7 +320,7 @@ class Trainer:
         saved = saved_run(folder)
         if saved is None:
             raise FlatbedError(f"{folder} holds no checkpoint: check the path")
-        found = {"cbow": False, **saved["settings"], "steps": saved["steps"], "text": saved["text"]}
+        found = {**saved["settings"], "steps": saved["steps"], "text": saved["text"]}
         expected = {**self.settings.to_dict(), "steps": self.n_steps, "text": self._text}
         differences = [
             f"{name}={found.get(name)} there and {value} here"
