@@ -18,7 +18,7 @@ Commands:
   word2vec   Train word vectors, over tables in host memory.
   neighbors  Show the words whose vectors have the most similar directions.
   check      Read a checkpoint or the file of a table, and say whether it is damaged. Changes nothing.
-  doctor     Look at torch, GPU, memory, bus and disk, and recommend a storage for a table.
+  doctor     Look at torch, GPU, memory, bus and disk. With --table-gb, recommend a storage for a table.
 
 flatbed COMMAND --help has the options of a command."""
 

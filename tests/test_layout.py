@@ -58,21 +58,16 @@ def test_values_round_trip(items: list[Spec]) -> None:
     assert int((memory != 0).sum()) <= sum(math.prod(i.shape) for i in items)
 
 
-@given(specs())
+@given(specs().filter(lambda item: 0 not in item.shape))
 def test_strides_agree_with_torch(item: Spec) -> None:
-    span = (
-        1 + sum((n - 1) * s for n, s in zip(item.shape, item.stride, strict=True))
-        if 0 not in item.shape
-        else 0
-    )
+    span = 1 + sum((n - 1) * s for n, s in zip(item.shape, item.stride, strict=True))
     tensor = torch.empty(span).as_strided(item.shape, item.stride)
     dense = torch.empty_like(tensor, memory_format=torch.preserve_format)
-    if 0 not in item.shape:
-        real = [d for d, n in enumerate(item.shape) if n > 1]
-        ours = dense_stride(item.shape, item.stride)
-        assert [ours[d] for d in real] == [dense.stride()[d] for d in real]
-        assert is_dense(item.shape, ours)
-        assert not overlaps_itself(item.shape, item.stride)
+    real = [d for d, n in enumerate(item.shape) if n > 1]
+    ours = dense_stride(item.shape, item.stride)
+    assert [ours[d] for d in real] == [dense.stride()[d] for d in real]
+    assert is_dense(item.shape, ours)
+    assert not overlaps_itself(item.shape, item.stride)
 
 
 def test_expanded_overlaps() -> None:
@@ -81,14 +76,12 @@ def test_expanded_overlaps() -> None:
     assert not overlaps_itself((1, 4), (0, 1))
 
 
-def test_a_large_parameter_gets_its_own_buffer() -> None:
+def test_sizes_of_buffers() -> None:
+    """A large parameter has its own. Others share buffers of at most one GiB."""
     small = [Spec(n, (10,), (1,), 4) for n in "abc"]
     layout = plan([small[0], Spec("big", (1000,), (1,), 4), *small[1:]], max_bytes=1024)
     assert [s.buffer for s in layout.segments] == [0, 1, 0, 0]
     assert layout.buffers[1].members == [1]
-
-
-def test_a_buffer_holds_at_most_one_gib() -> None:
     quarter = (1 << 30) // 16  # elements of a quarter of a GiB, in fp32
     layout = plan(Spec(str(i), (quarter,), (1,), 4) for i in range(10))
     assert [len(b.members) for b in layout.buffers] == [4, 4, 2]

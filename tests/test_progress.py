@@ -34,27 +34,15 @@ def test_shows_a_bar_when_it_takes_long(monkeypatch: pytest.MonkeyPatch, unit: s
     assert amount in stream.getvalue()
 
 
-def test_shows_nothing_when_it_is_quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    stream = terminal(monkeypatch, patience=60.0)
-    with progress("moving", 10, "rows") as advance:
-        advance(5)
-    assert stream.getvalue() == ""
-
-
-def test_shows_the_bar_of_the_first_rank_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("patience", "done", "rank"), [(60.0, 5, 0), (0.0, 10, 0), (0.0, 5, 1)], ids=["quick", "end", "rank 1"]
+)
+def test_shows_nothing(monkeypatch: pytest.MonkeyPatch, patience: float, done: int, rank: int) -> None:
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    for rank in (0, 1):
-        stream = terminal(monkeypatch, patience=0.0)
-        monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
-        with progress("moving", 10, "rows") as advance:
-            advance(5)
-        assert (stream.getvalue() == "") == (rank > 0)
-
-
-def test_shows_nothing_at_the_very_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    stream = terminal(monkeypatch, patience=0.0)
+    monkeypatch.setattr(dist, "get_rank", lambda: rank)
+    stream = terminal(monkeypatch, patience=patience)
     with progress("moving", 10, "rows") as advance:
-        advance(10)
+        advance(done)
     assert stream.getvalue() == ""
 
 

@@ -60,8 +60,6 @@ def capture(
     >>> step = flatbed.capture(train_step, batches[0])
     >>> losses = [step(batch) for batch in batches]
     """
-    if not callable(train_step):
-        raise TypeError(f"train_step must be a function of a batch; found {type(train_step).__name__}")
     leaves, _ = tree_flatten(example_batch)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor | np.ndarray)]
     if not tensors:

@@ -43,9 +43,11 @@ def check(
 
 @app.command()
 def doctor(
+    context: typer.Context,
     table_gb: Annotated[
-        float, typer.Option("--table-gb", min=0.001, help="Size of a table with its optimizer state, in GB.")
-    ] = 100.0,
+        float | None,
+        typer.Option(min=0.001, help="Say where a table of this size, with its optimizer state, fits."),
+    ] = None,
     rows: Annotated[
         float | None, typer.Option(min=1, help="Model a table of so many rows, 6.5e9 for example, instead.")
     ] = None,
@@ -58,7 +60,7 @@ def doctor(
     ] = 0.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
-    """Look at torch, GPU, memory, bus and disk, and recommend a storage for a table.
+    """Look at torch, GPU, memory, bus and disk. With --table-gb, recommend a storage for a table.
 
     With --rows, print what a table of that size needs by a model, without measuring anything. With one rank,
     say whether it fits into the free memory or on the disk of this machine.
@@ -66,7 +68,10 @@ def doctor(
     from flatbed.doctor import GB, examine, plan
 
     if rows is None:
-        findings = examine(int(table_gb * GB))
+        for option in context.command.params:
+            if option.name not in ("table_gb", "as_json") and context.params[option.name] != option.default:
+                raise typer.BadParameter(f"{option.opts[0]} describes a table: give --rows, too")
+        findings = examine(None if table_gb is None else int(table_gb * GB))
     else:
         try:
             findings = plan(int(rows), dim, optimizer, ranks=ranks, ids=ids, hit_rate=hit_rate)

@@ -10,9 +10,9 @@ import shutil
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache, partial
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -27,12 +27,11 @@ from flatbed.tables.embedding import Embedding
 
 GB = cost_model.GB
 MIB = 1 << 20
-DIM, BATCH = 128, 65_536
-RECORD_BYTES = 3 * 4 * DIM
-"""Bytes of a row of fp32 with Adam's state."""
+BATCH_ROWS, RECORD_BYTES = 65_536, 3 * 4 * 128
+A_BATCH = f"A batch: {BATCH_ROWS:,} rows × 128 with Adam's state ({BATCH_ROWS * RECORD_BYTES / 1e6:.0f} MB)"
 ROOM = {"device": 1.25, "host": 1.1, "disk": 1.25}
-"""Free bytes that a storage needs per byte of a table, fastest storage first. The rest is for the model and
-its activations, for the system, and for a journal of changed rows."""
+"""Free bytes that a storage needs per byte of a table. The rest is for the model and its activations, for the
+system, and for a journal of changed rows."""
 MEMORY_KINDS = {
     "managed": "Kernels read rows of host tables in place.",
     "registered": "Kernels read rows in place, of large tables at a third of managed memory's speed.",
@@ -49,16 +48,17 @@ class Finding(NamedTuple):
     meaning: str = ""
 
 
-def examine(table_bytes: int = 100 * GB) -> dict[str, Finding]:
-    """Run all probes. A probe that raises becomes a finding and does not stop the others."""
+def examine(table_bytes: int | None = None) -> dict[str, Finding]:
+    """Run all probes, and say where a table fits. A probe that raises becomes a finding."""
     probes: dict[str, Callable[[], Finding]] = {
         "environment": environment,
         "GPU": gpu,
         "host memory": host_memory,
         "bus": bus,
         "disk": disk,
-        "table": partial(fit, table_bytes, measure=True),
     }
+    if table_bytes is not None:
+        probes["table"] = partial(fit, table_bytes)
     findings = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # findings say what torch would warn of
@@ -114,8 +114,12 @@ def bus() -> Finding:
     """Measure copies between pinned host memory and the GPU."""
     if not torch.cuda.is_available():
         return Finding(None, "needs a GPU")
-    to, back = bus_speed()
-    return Finding(True, f"{to / GB:.1f} GB/s to the GPU, {back / GB:.1f} GB/s back")
+    host = torch.ones(256 * MIB, dtype=torch.uint8, pin_memory=True)
+    there = torch.ones_like(host, device="cuda:0")
+    to, back = copy_speed(there, host), copy_speed(host, there)
+    batch_ms = sum(1e3 * BATCH_ROWS * RECORD_BYTES / speed for speed in (to, back))
+    value = f"{to / GB:.1f} GB/s to the GPU, {back / GB:.1f} GB/s back, {batch_ms:.1f} ms a batch"
+    return Finding(True, value, f"{A_BATCH}, there and back. The step itself takes 1 to 2 ms more.")
 
 
 def disk() -> Finding:
@@ -124,16 +128,8 @@ def disk() -> Finding:
     rate = disk_reads()
     if rate is None:
         return Finding(True, free, "This file system does not allow reads that bypass the page cache.")
-    meaning = "Parts of a file in the page cache are read much faster."
-    return Finding(True, f"{free}, {rate:,.0f} random reads per second", meaning)
-
-
-@cache
-def bus_speed() -> tuple[float, float]:
-    """Return bytes per second of pinned copies to the GPU and back."""
-    host = torch.ones(256 * MIB, dtype=torch.uint8, pin_memory=True)
-    there = torch.ones_like(host, device="cuda:0")
-    return copy_speed(there, host), copy_speed(host, there)
+    value = f"{free}, {rate:,.0f} random reads per second, {1e3 * BATCH_ROWS / rate:,.0f} ms a batch"
+    return Finding(True, value, f"{A_BATCH}. Parts of a file in the page cache are read much faster.")
 
 
 def copy_speed(target: Tensor, source: Tensor) -> float:
@@ -142,7 +138,6 @@ def copy_speed(target: Tensor, source: Tensor) -> float:
     return source.nbytes / float(timer.timeit(5).median)
 
 
-@cache
 def disk_reads() -> float | None:
     """Return random 4 KiB reads per second, past the page cache; None where the file system refuses them."""
     try:
@@ -176,49 +171,22 @@ def _random_reads(file: int) -> float:
 # ---- tables
 
 
-def storage_for(nbytes: int, free: Mapping[str, int]) -> str | None:
-    """Choose the fastest storage that has room for a table; None if there is none."""
-    fits = (storage for storage, room in ROOM.items() if nbytes * room <= free.get(storage, -1))
-    return next(fits, None)
-
-
-def batch_seconds(storage: str) -> float | None:
-    """Estimate how long the rows of a batch travel over the bus and back, or are read from a disk."""
-    if storage == "disk":
-        rate = disk_reads()
-        return None if rate is None else BATCH / rate
-    if storage == "host" and torch.cuda.is_available():
-        return sum(BATCH * RECORD_BYTES / speed for speed in bus_speed())
-    return None
-
-
-def fit(table_bytes: int, *, measure: bool) -> Finding:
-    """Say which storage has room for a table, and with `measure` how long the rows of a batch travel."""
-    free = free_bytes()
-    parts = []
-    for storage, nbytes in free.items():
-        part = f"{storage} {table_bytes / max(1, nbytes):.0%} of {nbytes / GB:,.1f} GB free"
-        seconds = batch_seconds(storage) if measure else None
-        parts.append(part if seconds is None else f"{part}, {1e3 * seconds:,.1f} ms a batch")
-    chosen = storage_for(table_bytes, free)
-    meaning = f'The table fits: storage="{chosen}".'
-    if chosen is None:
-        meaning = "No storage has room: use an optimizer with less state, bf16 weights, or fewer rows."
-    if measure:
-        meaning += (
-            f" A batch: the least time in which {BATCH:,} rows × {DIM} with Adam "
-            f"({BATCH * RECORD_BYTES / 1e6:.0f} MB) travel. The step itself takes 1 to 2 ms more."
-        )
-    return Finding(chosen is not None, f"{table_bytes / GB:,.4g} GB: {'; '.join(parts)}", meaning)
-
-
-def free_bytes() -> dict[str, int]:
-    """Return free bytes per storage. Without a GPU, the device is the host."""
+def fit(table_bytes: int) -> Finding:
+    """Name the fastest storage that has room for a table."""
     free = {"host": available_bytes(), "disk": shutil.disk_usage(Path.cwd()).free}
-    if not torch.cuda.is_available():
-        return free
-    cached = torch.cuda.memory_reserved(0) - torch.cuda.memory_allocated(0)  # left by the measurements
-    return {"device": torch.cuda.mem_get_info(0)[0] + cached, **free}
+    if torch.cuda.is_available():  # otherwise the device is the host
+        cached = torch.cuda.memory_reserved(0) - torch.cuda.memory_allocated(0)  # left by the measurements
+        free = {"device": torch.cuda.mem_get_info(0)[0] + cached, **free}
+    parts = [
+        f"{storage} {table_bytes / max(1, nbytes):.0%} of {nbytes / GB:,.1f} GB free"
+        for storage, nbytes in free.items()
+    ]
+    value = f"{table_bytes / GB:,.4g} GB: {'; '.join(parts)}"
+    for storage, nbytes in free.items():
+        if table_bytes * ROOM[storage] <= nbytes:
+            return Finding(True, value, f'The table fits: storage="{storage}".')
+    meaning = "No storage has room: use an optimizer with less state, bf16 weights, or fewer rows."
+    return Finding(False, value, meaning)
 
 
 # ---- tables on many GPUs
@@ -258,7 +226,7 @@ def plan(
         "constants": (cost_model.constants(), "python -m benchmarks shards measures a machine."),
     }
     findings = {name: Finding(None, *line) for name, line in lines.items()}
-    return findings if ranks > 1 else {**findings, "this machine": fit(table_bytes, measure=False)}
+    return findings if ranks > 1 else {**findings, "this machine": fit(table_bytes)}
 
 
 def _record_bytes(dim: int, optimizer: str) -> int:

@@ -45,27 +45,15 @@ def test_a_row_says_where_it_was_measured() -> None:
     assert made["versions"]["torch"] == torch.__version__
 
 
-def test_the_commit_of_a_copy_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLATBED_COMMIT", "abc")
-    rows.environment.cache_clear()
-    assert row("flatbed", {})["commit"] == "abc"
-    rows.environment.cache_clear()
-
-
 def test_rows_are_stored_and_read(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
     made = [row("flatbed", {"step_ms": percentiles([1.0, 2.0])}, rows=10), row("torch sparse", {})]
     write_rows(made, path)
     assert read_rows(path) == made
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_a_file_that_does_not_follow_the_schema_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "rows.json"
-    for text, message in {"rows": "Expecting value", '[{"benchmark": "step"}]': "missing or unknown"}.items():
-        path.write_text(text)
-        with pytest.raises(ValueError, match=message):
-            read_rows(path)
+    path.write_text('[{"benchmark": "step"}]')
+    with pytest.raises(ValueError, match="missing or unknown"):
+        read_rows(path)
 
 
 def test_speed_is_relative_to_the_fastest_correct_variant_without_flatbed() -> None:
@@ -185,9 +173,13 @@ def test_pages_are_filled_once(tmp_path: Path) -> None:
         ("h200-trace", "4 kernels with flatbed.optim, 21 kernels with torch fused"),
     ],
 )
-def test_titles_of_charts_state_the_result(name: str, title: str) -> None:
-    groups = report.split(report.newest(read_rows(RESULTS / f"{name}.json"))).values()
+def test_charts_are_drawn_and_their_titles_state_the_result(name: str, title: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    stored = read_rows(RESULTS / f"{name}.json")
+    groups = report.split(report.newest(stored)).values()
     assert any(title in plot.title_of(group, plot.metric_of(group) or "") for group in groups)
+    write_plot(stored, tmp_path / "chart.png")
+    assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_rows_are_shown_and_failures_end_with_an_error(
@@ -200,14 +192,6 @@ def test_rows_are_shown_and_failures_end_with_an_error(
     write_rows([{**ROWS[0], "ok": False}], path)
     assert main(["show", str(path)]) == 1
     assert "FAILED their checks: step: torch sparse" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("name", ["h200-roofline", "h200-overlap"])
-def test_charts_of_bars_and_of_groups(name: str, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    path = tmp_path / "chart.png"
-    write_plot(read_rows(RESULTS / f"{name}.json"), path)
-    assert path.read_bytes().startswith(b"\x89PNG")
 
 
 def test_rows_without_times_are_not_drawn(tmp_path: Path) -> None:

@@ -4,37 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 import flatbed
 
-Attempt = Callable[[Path], object]
-"""Makes the mistake; it is given an empty folder."""
 
-
-@dataclass(frozen=True, slots=True)
-class Mistake:
+class Mistake(NamedTuple):
     """A call that someone in a hurry would write, and the error that tells them what to write instead."""
 
     of: str
-    """The public function, as one writes it: flatbed.FlatParams.step."""
+    """The public function, without the name of the package: FlatParams.step."""
     what: str
-    attempt: Attempt
+    attempt: Callable[[Path], object]
+    """Makes the mistake; it is given an empty folder."""
     error: type[BaseException]
     message: str
     """A regular expression: what was found, what was expected, what to do."""
 
     def __str__(self) -> str:
-        return f"{self.of.removeprefix('flatbed.')}-{self.what.replace(' ', '_')}"
+        return f"{self.of}-{self.what.replace(' ', '_')}"
 
 
-def mistake(of: str, what: str, attempt: Attempt, error: type[BaseException], message: str) -> Mistake:
-    return Mistake(f"flatbed.{of}" if of != "flatbed" else of, what, attempt, error, message)
+mistake = Mistake
 
 
 @contextmanager
@@ -70,15 +65,6 @@ def weights(module: nn.Module) -> dict[str, torch.Tensor]:
 
 def embedding(**options: Any) -> flatbed.Embedding:
     return flatbed.Embedding(10, 4, **options)
-
-
-def on_disk(folder: Path, name: str = "items.bed") -> flatbed.Embedding:
-    return embedding(storage="disk", path=folder / name)
-
-
-def assign(name: str, value: Any) -> Callable[[Any], object]:
-    """Sets an attribute."""
-    return lambda thing: setattr(thing, name, value)
 
 
 def backward(module: nn.Module) -> None:

@@ -16,7 +16,6 @@ from typer.testing import CliRunner
 
 from flatbed.word2vec import Settings, Trainer, Vectors, commands, read_corpus
 from flatbed.word2vec.commands import neighbors, word2vec
-from flatbed.word2vec.vectors import principal_plane
 from tests import programs
 
 from .texts import kinds_corpus
@@ -45,10 +44,11 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def run(*arguments: object, code: int = 0) -> str:
+def run(*arguments: object, code: int | None = 0) -> str:
+    """Run a command that ends with a code, with 1 or 2 where it is None."""
     # Wide, since typer breaks long lines of errors.
     done = CliRunner().invoke(app, [str(each) for each in arguments], env={"COLUMNS": "500"})
-    assert done.exit_code == code, done.output + repr(done.exception)
+    assert done.exit_code in ((1, 2) if code is None else (code,)), done.output + repr(done.exception)
     return re.sub(r"[\s│]+", " ", done.output)
 
 
@@ -108,21 +108,6 @@ def test_without_matplotlib(text: Path, tmp_path: Path, monkeypatch: pytest.Monk
     assert [p.name for p in tmp_path.iterdir()] == ["v.txt"]
 
 
-def test_the_plane_of_a_map() -> None:
-    assert principal_plane(np.array([[1.0], [2.0]])).shape == (2, 2)
-    plane = principal_plane(np.random.default_rng(0).standard_normal((9, 5)))
-    np.testing.assert_allclose(plane.mean(0), 0, atol=1e-12)
-    assert plane[:, 0].var() >= plane[:, 1].var()
-    assert abs(plane[:, 0] @ plane[:, 1]) < 1e-9
-
-
-def test_words_are_printed_unchanged(tmp_path: Path) -> None:
-    words = [":key:", "x\\", "[bold]", "[/x]", "\\[a]"]
-    Vectors(words, np.random.default_rng(0).standard_normal((5, 3))).save(tmp_path / "v.txt")
-    said = run("neighbors", tmp_path / "v.txt", *words)
-    assert [said.split().count(word) for word in words] == [5] * 5
-
-
 def test_lines_instead_of_a_bar(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(commands, "LINE_SECONDS", 0.0)
     said = run("word2vec", text, *QUIET, "--out", tmp_path / "v.txt")
@@ -137,10 +122,7 @@ def test_lines_instead_of_a_bar(text: Path, tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
-        (["none.txt"], "none.txt' does not exist"),
-        (["TEXT", "--out", "no/such/v.txt"], "--out: no/such/v.txt cannot be written"),
         (["TEXT", "--out", "."], "is a directory"),
-        (["TEXT", "--optimizer", "adamaxx"], "no optimizer 'adamaxx'"),
         (["TEXT", "--ngrams", "three"], "lengths such as 3-6; found 'three'"),
         (["TEXT", "--resume"], "holds no checkpoint"),
         (["TEXT", "--device", "tpu9x"], "torch cannot use 'tpu9x'"),
@@ -151,23 +133,20 @@ def test_lines_instead_of_a_bar(text: Path, tmp_path: Path, monkeypatch: pytest.
 )
 def test_wrong_options(arguments: list[str], match: str, text: Path, tmp_path: Path) -> None:
     given = [str(text) if each == "TEXT" else each for each in arguments]
-    out = [] if "--out" in given else ["--out", str(tmp_path / "v.txt")]
-    done = CliRunner().invoke(app, ["word2vec", *given, *out], env={"COLUMNS": "500"})
-    assert done.exit_code in (1, 2)
-    assert match in done.output
+    out = [] if "--out" in given else ["--out", tmp_path / "v.txt"]
+    assert match in run("word2vec", *given, *out, code=None)
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("name", ["v.txt", "v.loss.png", "v.map.png", ".v.txt.new"])
 def test_a_text_is_never_overwritten(name: str, tmp_path: Path) -> None:
-    content = "to be or not to be " * 20
     (tmp_path / "sub").mkdir()
-    (tmp_path / name).write_text(content)
+    (tmp_path / name).write_text("to be or not to be")
     (tmp_path / "link.txt").symlink_to(tmp_path / name)
     for text in (tmp_path / name, tmp_path / "link.txt"):
         said = run("word2vec", text, *FEW, "--out", tmp_path / "sub" / ".." / "v.txt", code=1)
         assert "would be overwritten" in said
-        assert (tmp_path / name).read_text() == content
+        assert text.read_text() == "to be or not to be"
 
 
 def test_a_pipe_is_not_replaced(text: Path, tmp_path: Path) -> None:
@@ -194,7 +173,7 @@ def test_texts_with_nothing_to_learn(content: str, match: str, tmp_path: Path) -
 def test_characters_of_another_encoding(tmp_path: Path) -> None:
     (tmp_path / "t.txt").write_text("café caf thé\n" * 200, encoding="latin-1")
     options = [tmp_path / "t.txt", *QUIET, "--out", tmp_path / "v.txt"]
-    assert "Warning: 400 bytes are not utf-8" in run("word2vec", *options)
+    assert "Warning: 2 different words have U+FFFD" in run("word2vec", *options)
     assert "Warning" not in run("word2vec", *options, "--encoding", "latin-1")
     assert set(Vectors.load(tmp_path / "v.txt").words) == {"café", "caf", "thé"}
 
@@ -204,39 +183,23 @@ def test_unknown_words_and_files(tmp_path: Path) -> None:
     said = run("neighbors", tmp_path / "v.txt", "extnd", "append", "xyz", code=1)
     assert re.search(r"append extend 1\.00 .*'extnd' is .* did you mean extend\? .*'xyz' is not among", said)
     assert "nearest neighbours" not in run("neighbors", tmp_path / "v.txt", "apend", code=1)
-    assert "does not exist" in run("neighbors", tmp_path / "none", "a", code=2)
 
 
 # ---- checkpoints
 
 
-def save_half(text: Path, folder: Path, **options: Any) -> Trainer:
-    """Save a checkpoint as Ctrl-C would."""
-    trainer = Trainer(read_corpus(text), Settings(dim=8, epochs=2, device="cpu", **options))
-    trainer.run(lambda p: trainer.stop() if p.step >= 7 else None)
-    trainer.save(folder)
-    return trainer
-
-
 def test_the_checkpoint_of_another_training_is_kept(text: Path, tmp_path: Path) -> None:
-    out = tmp_path / "v.txt"
-    half = save_half(text, tmp_path / "v.txt.checkpoint", seed=3)
+    out, folder = tmp_path / "v.txt", tmp_path / "v.txt.checkpoint"
+    half = Trainer(read_corpus(text), Settings(dim=8, epochs=2, device="cpu", seed=3))
+    half.run(lambda p: half.stop() if p.step >= 7 else None)
+    half.save(folder)
     said = run("word2vec", text, *FEW, "--out", out, code=1)
     assert f"holds a training at step 7 of {half.n_steps} (dim 8," in said
     assert "continue it with --resume, delete" in said
     assert "words of text" not in said  # before the text is read
-    run("word2vec", text, *QUIET, "--out", out, "--checkpoint", tmp_path / "other")
+    assert "removed" not in run("word2vec", text, *QUIET, "--out", out, "--checkpoint", tmp_path / "other")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["v.txt", "v.txt.checkpoint"]
-    Trainer(read_corpus(text), half.settings).resume(tmp_path / "v.txt.checkpoint")
-
-
-def test_a_finished_training_removes_its_checkpoint(text: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "v.txt.checkpoint"
-    save_half(text, folder)
-    options = [text, *QUIET, "--out", tmp_path / "v.txt"]
-    assert f"removed {folder}: the training has finished" in run("word2vec", *options, "--resume")
-    assert not folder.exists()
-    assert "removed" not in run("word2vec", *options)
+    Trainer(read_corpus(text), half.settings).resume(folder)
 
 
 def test_tables_on_disk(text: Path, tmp_path: Path) -> None:
@@ -331,7 +294,8 @@ def test_a_signal_and_resume(
     assert re.search(r"saved step ([\d,]+) of ([\d,]+) to \S+: continue with --resume", said)
     assert [signal.getsignal(number)] == handlers
     assert not (tmp_path / "v.txt").exists()
-    run("word2vec", *options, "--resume", "--out", tmp_path / "v.txt")
+    said = run("word2vec", *options, "--resume", "--out", tmp_path / "v.txt")
+    assert f"removed {tmp_path / 'run'}: the training has finished" in said
     assert not (tmp_path / "run").exists()
     run("word2vec", *options, "--out", tmp_path / "w.txt")
     np.testing.assert_array_equal(matrix(tmp_path / "v.txt"), matrix(tmp_path / "w.txt"))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from flatbed.word2vec import Settings
 from flatbed.word2vec.model import Gradients, cbow, score_weights, skip_gram
 from flatbed.word2vec.sampling import BLOCK, BatchSampler, TrainingBatch
 
@@ -21,7 +22,8 @@ Model = Callable[[Tensor, Tensor, TrainingBatch, int], Gradients]
 
 def some_batch(*, cbow: bool = False) -> TrainingBatch:
     corpus = random_corpus(12, 150)
-    return BatchSampler(corpus, window=3, subsample=0, batch_words=1000, cbow=cbow).make(0)
+    settings = Settings(window=3, subsample=0, batch_words=1000, cbow=cbow)
+    return BatchSampler(corpus, settings).make(0)
 
 
 def score(a: Tensor, b: Tensor) -> Tensor:

@@ -1,20 +1,21 @@
 from __future__ import annotations
 
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flatbed.word2vec import Corpus
+from flatbed.word2vec import Corpus, Settings
 from flatbed.word2vec.sampling import BLOCK, BatchSampler, NegativeSampler, make_bags
 
 from .texts import as_arrays, random_corpus
 
 
 def sampler(corpus: Corpus, **options: Any) -> BatchSampler:
-    return BatchSampler(corpus, **{"window": 3, "subsample": 0, "batch_words": 10**6} | options)
+    return BatchSampler(corpus, Settings(**{"window": 3, "subsample": 0, "batch_words": 10**6} | options))
 
 
 def sampled(corpus: Corpus, begin: int = 0, end: int = 1, **options: Any) -> list[Any]:
@@ -116,35 +117,21 @@ def test_a_batch_depends_on_its_number_alone() -> None:
 
 
 def test_negatives_of_batches_follow_the_distribution() -> None:
+    """Those of all blocks together, and those of the first blocks alone."""
     corpus = random_corpus(20, 8000)
-    drawn = np.zeros(len(corpus.words))
-    for batch in sampled(corpus, 0, 16, batch_words=1000):
-        drawn += np.bincount(
-            batch.outputs[batch.candidates[:, batch.n_nearby :]].ravel(), minlength=len(drawn)
-        )
+    batches = sampled(corpus, 0, 64, batch_words=1000)
     wanted = corpus.counts**0.75 / (corpus.counts**0.75).sum()
-    assert np.abs(drawn / drawn.sum() - wanted).max() < 0.002
-
-
-def test_each_position_of_a_draw_has_the_distribution() -> None:
-    counts = np.array([50, 30, 20])
-    negatives, wanted = NegativeSampler(counts), counts**0.75 / (counts**0.75).sum()
-    drawn = np.array([negatives.draw(4, np.random.default_rng(i)) for i in range(4000)])
-    for position in range(4):
-        found = np.bincount(drawn[:, position], minlength=3) / len(drawn)
-        assert np.abs(found - wanted).max() < 4 * np.sqrt(0.25 / len(drawn))
+    for blocks, tolerance in ((slice(None), 0.002), (slice(1), 0.045)):
+        drawn = [batch.outputs[batch.candidates[blocks, batch.n_nearby :]].ravel() for batch in batches]
+        found = np.bincount(np.concatenate(drawn), minlength=len(wanted))
+        assert np.abs(found / found.sum() - wanted).max() < tolerance
 
 
 def test_the_greatest_draw_is_the_last_word() -> None:
-    class Greatest:
-        def random(self, n: int) -> np.ndarray:
-            return np.full(n, np.nextafter(1.0, 0.0))
-
-        def permutation(self, words: np.ndarray) -> np.ndarray:
-            return words
-
-    drawn = NegativeSampler(np.array([3, 2, 1])).draw(7, Greatest())  # type: ignore[arg-type]
-    assert drawn.max() == 2
+    greatest: Any = SimpleNamespace(
+        random=lambda n: np.full(n, np.nextafter(1.0, 0.0)), permutation=lambda words: words
+    )
+    assert NegativeSampler(np.array([3, 2, 1])).draw(7, greatest).max() == 2
 
 
 def test_sentences_longer_than_batches() -> None:
@@ -188,7 +175,7 @@ def test_inputs_of_a_batch_with_ngrams() -> None:
     corpus = random_corpus(30, 1000)
     (plain,) = sampled(corpus, batch_words=100)
     assert plain.offsets is None
-    (batch,) = sampled(corpus, batch_words=100, bags=make_bags(corpus.words, 100, (3, 4)))
+    (batch,) = sampled(corpus, batch_words=100, buckets=100, ngrams=(3, 4))
     assert batch.offsets is not None
     own_rows = batch.inputs[batch.offsets[:-1]]
     np.testing.assert_array_equal(own_rows, plain.inputs)

@@ -9,37 +9,30 @@ from flatbed import FlatbedError
 from flatbed.word2vec import Vectors
 
 gensim = pytest.importorskip("gensim.models")
+both = pytest.mark.parametrize("binary", [False, True])
 
 
-def some(n: int = 7, dim: int = 5, seed: int = 0) -> Vectors:
-    matrix = np.random.default_rng(seed).standard_normal((n, dim)).astype(np.float32)
+def some(n: int = 7, dim: int = 5) -> Vectors:
+    matrix = np.random.default_rng(0).standard_normal((n, dim)).astype(np.float32)
+    matrix[0, :3] = [1e-30, -0.1, 123456.78]
     return Vectors([f"wörd{i}" for i in range(n)], matrix, np.arange(n, 0, -1))
 
 
-@pytest.mark.parametrize("binary", [False, True])
-def test_files_hold_the_same_numbers(binary: bool, tmp_path: Path) -> None:
-    vectors = some()
-    vectors.matrix[0, :3] = [1e-30, -0.1, 123456.78]
-    vectors.save(tmp_path / "v", binary=binary)
-    again = Vectors.load(tmp_path / "v")
-    assert again.words == vectors.words
-    assert again.counts is None
-    np.testing.assert_array_equal(again.matrix, vectors.matrix)
-
-
-@pytest.mark.parametrize("binary", [False, True])
-def test_gensim_reads_our_files_and_flatbed_reads_gensims(binary: bool, tmp_path: Path) -> None:
+@both
+def test_gensim_reads_our_files_and_flatbed_reads_both(binary: bool, tmp_path: Path) -> None:
     vectors = some()
     vectors.save(tmp_path / "ours", binary=binary)
     theirs = gensim.KeyedVectors.load_word2vec_format(str(tmp_path / "ours"), binary=binary)
-    assert list(theirs.index_to_key) == vectors.words
+    again = Vectors.load(tmp_path / "ours")
+    assert list(theirs.index_to_key) == vectors.words == again.words
+    assert again.counts is None
     np.testing.assert_array_equal(theirs.vectors, vectors.matrix)
+    np.testing.assert_array_equal(again.matrix, vectors.matrix)
     theirs.save_word2vec_format(str(tmp_path / "theirs"), binary=binary)
     again = Vectors.load(tmp_path / "theirs")
     assert again.words == vectors.words
     np.testing.assert_allclose(again.matrix, vectors.matrix, rtol=1e-5)
-    wanted = theirs.most_similar("wörd2", topn=3)
-    found = vectors.neighbors("wörd2", n=3)
+    wanted, found = theirs.most_similar("wörd2", topn=3), vectors.neighbors("wörd2", n=3)
     assert [word for word, _ in found] == [word for word, _ in wanted]
     np.testing.assert_allclose([c for _, c in found], [c for _, c in wanted], rtol=1e-5)
 
@@ -52,11 +45,15 @@ def test_binary_numbers_that_look_like_text(tmp_path: Path) -> None:
 
 
 def test_neighbours_of_few_words() -> None:
-    vectors = Vectors(["a", "b", "zero"], np.array([[1.0, 0], [1, 1], [0, 0]]))
+    """Rows of NaN are no neighbours, and have none."""
+    rows = np.array([[1.0, 0], [1, 1], [0, 0], [np.nan, 1]])
+    vectors = Vectors(["a", "b", "zero", "bad"], rows)
     assert [word for word, _ in vectors.neighbors("a")] == ["b", "zero"]
+    assert vectors.neighbors("bad") == []
     assert "a" in vectors
     assert "q" not in vectors
     assert vectors["b"].tolist() == [1, 1]
+    assert repr(vectors) == "Vectors(4 words, dim 2: a, b, zero, bad)"
 
 
 @pytest.mark.parametrize(
@@ -76,28 +73,23 @@ def test_damaged_files(content: bytes, match: str, tmp_path: Path) -> None:
         Vectors.load(tmp_path / "v")
 
 
-@pytest.mark.parametrize("binary", [False, True])
-def test_the_first_vector_of_a_repeated_word_counts(binary: bool, tmp_path: Path) -> None:
+@both
+@pytest.mark.parametrize(
+    ("word", "kept", "warning"),
+    [
+        ("wörd0".encode(), [0, 1, 3], "1 vectors of .* were left out"),
+        (b"w\xf6rd2", [0, 1, 2, 3], r"1 different words have U\+FFFD .* as UTF-8"),
+    ],
+    ids=["repeated", "not UTF-8"],
+)
+def test_words_of_a_file_that_are_warned_of(
+    binary: bool, word: bytes, kept: list[int], warning: str, tmp_path: Path
+) -> None:
+    """The first vector of a repeated word counts, as in gensim."""
     some(4).save(tmp_path / "v", binary=binary)
-    content = (tmp_path / "v").read_bytes().replace("wörd2".encode(), "wörd0".encode())
-    (tmp_path / "v").write_bytes(content)
-    theirs = gensim.KeyedVectors.load_word2vec_format(str(tmp_path / "v"), binary=binary)
-    with pytest.warns(UserWarning, match=r"1 vectors of .* were left out"):
+    (tmp_path / "v").write_bytes((tmp_path / "v").read_bytes().replace("wörd2".encode(), word))
+    with pytest.warns(UserWarning, match=warning):
         found = Vectors.load(tmp_path / "v")
-    assert found.words == ["wörd0", "wörd1", "wörd3"]
-    np.testing.assert_array_equal(found.matrix, [theirs[word] for word in found.words])
-    np.testing.assert_array_equal(found.matrix, some(4).matrix[[0, 1, 3]])
-
-
-@pytest.mark.parametrize("binary", [False, True])
-def test_words_that_are_not_utf_8_are_counted(binary: bool, tmp_path: Path) -> None:
-    some(4).save(tmp_path / "v", binary=binary)
-    (tmp_path / "v").write_bytes((tmp_path / "v").read_bytes().replace("wörd2".encode(), b"w\xf6rd2"))
-    with pytest.warns(UserWarning, match=r"1 bytes are not UTF-8 in .*v and were replaced by U\+FFFD"):
-        assert "w\ufffdrd2" in Vectors.load(tmp_path / "v")
-
-
-def test_rows_of_nan_are_no_neighbours() -> None:
-    vectors = Vectors(["a", "b", "bad", "c"], np.array([[1.0, 0], [1, 1], [np.nan, 1], [0, 1]]))
-    assert [word for word, _ in vectors.neighbors("a")] == ["b", "c"]
-    assert vectors.neighbors("bad") == []
+    known = ["wörd0", "wörd1", word.decode("utf-8", "replace"), "wörd3"]
+    assert found.words == [known[row] for row in kept]
+    np.testing.assert_array_equal(found.matrix, some(4).matrix[kept])

@@ -323,12 +323,10 @@ def _write(trainer: Trainer, out: Path, checkpoint: Path, further: Sequence[str]
     """Write the vectors, so that readers see the old file or the new one. Save a checkpoint on failure."""
     try:
         vectors = trainer.vectors(further)
-        try:
-            vectors.save(_draft(out), binary=binary)
-            _draft(out).replace(out)
-        finally:
-            _draft(out).unlink(missing_ok=True)
+        vectors.save(_draft(out), binary=binary)
+        _draft(out).replace(out)
     except (Exception, KeyboardInterrupt) as error:
+        _draft(out).unlink(missing_ok=True)
         typer.echo(f"the vectors were not written to {out}: {error or type(error).__name__}", err=True)
         if trainer.settings.storage != "disk":  # tables on disk already have a checkpoint
             trainer.save(checkpoint)

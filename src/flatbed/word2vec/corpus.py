@@ -8,12 +8,10 @@ import io
 import os
 import re
 import sysconfig
-import tokenize
 import warnings
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,11 +20,9 @@ import numpy as np
 LONGEST_SENTENCE = 1000
 """Longer sentences are split, as in word2vec: a file without line ends is one long sentence."""
 READ_CHARS = 1 << 20
-REPLACE = "flatbed.replace"
-"""The error handler of `warned_of_replaced_bytes`, by its name in Python's codecs."""
+REPLACEMENT = "\ufffd"
+"""The character that decoding puts in place of bytes that the encoding does not know."""
 IDENTIFIER = re.compile(r"(?:[^\W\d]|\ufffd)(?:\w|\ufffd)*")  # bytes that were replaced do not split words
-COMPRESSED = re.compile(rb"\x1f\x8b|\xfd7zXZ|\x28\xb5\x2f\xfd|PK\x03\x04|BZh[1-9]1AY&SY")
-"""The first bytes of gzip, xz, Zstandard, zip and bzip2."""
 BLANK_LINES = re.compile(r"\n\s*\n")
 SKIPPED_FOLDERS = {
     *("test", "tests", "idle_test", "idlelib", "turtledemo"),  # not installed on every machine
@@ -38,22 +34,13 @@ SKIPPED_FOLDERS = {
 ReadProgress = Callable[[int, int], None]
 
 
-@contextmanager
-def warned_of_replaced_bytes(expected: str, remedy: str) -> Iterator[None]:
-    """Let `REPLACE` decode bytes that the encoding does not know as U+FFFD, and warn of their number."""
-    n_bytes = 0
-
-    def replace(error: UnicodeError) -> tuple[str, int]:
-        assert isinstance(error, UnicodeDecodeError)
-        nonlocal n_bytes
-        n_bytes += error.end - error.start
-        return "\N{REPLACEMENT CHARACTER}", error.end
-
-    codecs.register_error(REPLACE, replace)
-    yield
-    if n_bytes:
-        message = f"{n_bytes:,} bytes are not {expected} and were replaced by U+FFFD: {remedy}"
-        warnings.warn(message, stacklevel=4)
+def warn_of_replaced_bytes(words: Iterable[str], remedy: str) -> None:
+    """Warn of words whose bytes could not be decoded."""
+    if n_words := sum(REPLACEMENT in word for word in words):
+        warnings.warn(
+            f"{n_words:,} different words have U+FFFD in place of bytes that could not be decoded: {remedy}",
+            stacklevel=3,
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -140,8 +127,8 @@ def read_corpus(
 ) -> Corpus:
     """Read text files with a sentence per line and white space between words.
 
-    Bytes that the encoding does not know become U+FFFD, and a warning gives their number. A text with NUL
-    characters, as UTF-16 has when it is read as UTF-8, and a compressed file raise.
+    Bytes that the encoding does not know become U+FFFD, and a warning gives the number of words that have
+    it. A file with NUL characters raises: it is compressed, in UTF-16, or no text.
     `progress(bytes read, bytes in total)` is called after each block.
     """
     files = [Path(paths)] if isinstance(paths, str | Path) else [Path(path) for path in paths]
@@ -150,8 +137,10 @@ def read_corpus(
     except LookupError as error:
         raise ValueError(f"{error}: give the name of a codec of Python, such as latin-1") from error
     codec = "utf-8-sig" if codec == "utf-8" else codec  # drops a byte order mark
-    with warned_of_replaced_bytes(encoding, "give the encoding of the text, latin-1 for example"):
-        return Corpus.from_sentences(_lines(files, codec, progress), max_words=max_words)
+    corpus = Corpus.from_sentences(_lines(files, codec, progress), max_words=max_words)
+    remedy = f"the text is not {encoding}; give its encoding, latin-1 for example"
+    warn_of_replaced_bytes(corpus.words, remedy)
+    return corpus
 
 
 def _lines(files: Sequence[Path], codec: str, progress: ReadProgress | None) -> Iterator[list[str]]:
@@ -159,13 +148,14 @@ def _lines(files: Sequence[Path], codec: str, progress: ReadProgress | None) -> 
     sizes = [file.stat().st_size for file in files]
     n_done = 0
     for file, size in zip(files, sizes, strict=True):
-        with file.open("rb") as binary, io.TextIOWrapper(binary, codec, REPLACE, newline="") as opened:
-            if COMPRESSED.match(binary.peek()):
-                raise ValueError(f"{file} is compressed: unpack it first, with gunzip or unzip for example")
+        with file.open("rb") as binary, io.TextIOWrapper(binary, codec, "replace", newline="") as opened:
             rest = ""
             while block := opened.read(READ_CHARS):
                 if "\0" in block:
-                    raise ValueError(f"{file} has NUL characters: give its encoding, utf-16 for example")
+                    raise ValueError(
+                        f"{file} is no text in this encoding: it has NUL characters. If it is compressed, "
+                        "unpack it; if its encoding is another, utf-16 for example, give that (--encoding)"
+                    )
                 *lines, rest = (rest + block).split("\n")
                 yield from map(str.split, lines)
                 if len(rest) > READ_CHARS:
@@ -184,16 +174,16 @@ def python_corpus(
     """Read the identifiers and words in the source of Python's standard library, or of `folder`.
 
     A sentence is the text between blank lines: a function, a paragraph of a docstring. Identifiers are
-    neither split nor changed. Files are decoded as they declare; other bytes become U+FFFD, and a warning
-    gives their number. `progress(files read, files in total)` is called after each file.
+    neither split nor changed. Bytes that are not UTF-8 become U+FFFD, and a warning gives the number of
+    words that have it. `progress(files read, files in total)` is called after each file.
     """
     root = Path(folder or sysconfig.get_path("stdlib"))
     files = source_files(root)
     if not files:
         raise FileNotFoundError(f"there is no Python source in {root}: give text files")
-    remedy = "declare the encoding of the source, # coding: latin-1 for example"
-    with warned_of_replaced_bytes("in the encoding of their files", remedy):
-        return Corpus.from_sentences(_paragraphs(files, progress), max_words=max_words)
+    corpus = Corpus.from_sentences(_paragraphs(files, progress), max_words=max_words)
+    warn_of_replaced_bytes(corpus.words, "convert the source to UTF-8")
+    return corpus
 
 
 def source_files(root: Path) -> list[Path]:
@@ -207,12 +197,7 @@ def source_files(root: Path) -> list[Path]:
 
 def _paragraphs(files: list[Path], progress: ReadProgress | None) -> Iterator[list[str]]:
     for n_read, file in enumerate(files, start=1):
-        with file.open("rb") as opened:
-            try:
-                encoding, _ = tokenize.detect_encoding(opened.readline)
-            except SyntaxError:  # declares an encoding that Python does not know
-                encoding = "utf-8-sig"
-        for paragraph in BLANK_LINES.split(file.read_text(encoding=encoding, errors=REPLACE)):
+        for paragraph in BLANK_LINES.split(file.read_text(encoding="utf-8", errors="replace")):
             if words := IDENTIFIER.findall(paragraph):
                 yield words
         if progress is not None:

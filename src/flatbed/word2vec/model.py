@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from flatbed import Embedding, EmbeddingBag, FlatbedError
+from flatbed import Embedding, EmbeddingBag
 from flatbed.word2vec.sampling import BLOCK, TrainingBatch
 from flatbed.word2vec.settings import Settings, find_optimizer
 
@@ -41,10 +41,7 @@ def make_tables(settings: Settings, n_words: int) -> tuple[nn.ModuleDict, torch.
     outputs = Embedding(n_words, dim, init="zeros", path=paths[1], **options)
     model = nn.ModuleDict({"inputs": inputs, "outputs": outputs})
     rate = {} if settings.learning_rate is None else {"lr": settings.learning_rate}
-    try:
-        return model, find_optimizer(settings.optimizer)(model, **rate, **settings.defaults.options)
-    except (FlatbedError, TypeError) as error:
-        raise ValueError(f"the optimizer {settings.optimizer!r} does not support tables: {error}") from error
+    return model, find_optimizer(settings.optimizer)(model, **rate, **settings.defaults.options)
 
 
 class Gradients(NamedTuple):

@@ -16,10 +16,13 @@ import torch
 from torch import Tensor
 
 from flatbed.word2vec.corpus import Corpus
+from flatbed.word2vec.settings import Settings
 
 BLOCK = 32
 """Words in a block."""
 NEGATIVE_POWER = 0.75
+LEAST_WORDS = 128
+"""Words of a step in the smallest texts."""
 FNV_BASIS, FNV_PRIME = np.uint64(0xCBF29CE484222325), np.uint64(0x100000001B3)  # FNV-1a, over characters
 
 
@@ -104,37 +107,26 @@ class BatchSampler:
     """The batches of a training run, each made from (seed, epoch, number in the epoch) alone.
 
     - `batch_words`: the most words of text in a step, up to whole sentences; an epoch's steps are equal.
-    - `bags`: the rows of each word, with n-grams.
+    - `bags`: the rows of each word, with n-grams; otherwise None.
     """
 
-    def __init__(
-        self,
-        corpus: Corpus,
-        *,
-        window: int,
-        subsample: float,
-        batch_words: int,
-        seed: int = 0,
-        shared_negatives: int = 32,
-        bags: WordBags | None = None,
-        cbow: bool = False,
-    ) -> None:
-        self._corpus = corpus
+    def __init__(self, corpus: Corpus, settings: Settings) -> None:
+        self._corpus, self._settings = corpus, settings
         self._lengths = np.diff(corpus.ends, prepend=0)
-        self._keep = keep_probabilities(corpus.counts, subsample)
+        self._keep = keep_probabilities(corpus.counts, settings.subsample)
         self._negatives = NegativeSampler(corpus.counts)
-        self._window = window
-        self._seed = seed
-        self._n_shared = shared_negatives
-        self._bags = bags
-        self._cbow = cbow
         self._order = lru_cache(maxsize=2)(self._shuffle)
-        self.steps_per_epoch = -(-len(corpus) // batch_words)
+        suited = settings.defaults
+        self.batch_words = settings.batch_words or min(
+            suited.batch_words, max(LEAST_WORDS, len(corpus) // suited.least_steps)
+        )
+        self.steps_per_epoch = -(-len(corpus) // self.batch_words)
+        self.bags = make_bags(corpus.words, settings.buckets, settings.ngrams) if settings.buckets else None
 
     def make(self, step: int) -> TrainingBatch:
         """Make the batch of a step, counted from the first epoch."""
         epoch, number = divmod(step, self.steps_per_epoch)
-        random = np.random.default_rng([self._seed, epoch, 1 + number])
+        random = np.random.default_rng([self._settings.seed, epoch, 1 + number])
         words, sentences = self._text(epoch, number)
         is_kept = random.random(len(words), dtype=np.float32) < self._keep[words]
         return self._blocks(words[is_kept], sentences[is_kept], len(words), random)
@@ -144,7 +136,7 @@ class BatchSampler:
 
         Shuffling spreads rare words, which are close together in the text.
         """
-        order = np.random.default_rng([self._seed, epoch, 0]).permutation(len(self._lengths))
+        order = np.random.default_rng([self._settings.seed, epoch, 0]).permutation(len(self._lengths))
         lengths = self._lengths[order]
         return order, np.cumsum(lengths) - lengths
 
@@ -162,10 +154,10 @@ class BatchSampler:
     def _blocks(
         self, words: np.ndarray, sentences: np.ndarray, n_words: int, random: np.random.Generator
     ) -> TrainingBatch:
-        n, window = len(words), self._window
+        n, window, n_shared = len(words), self._settings.window, self._settings.defaults.shared_negatives
         n_blocks = max(-(-n // BLOCK), 1)
         first, last = contexts(sentences, random.integers(1, window + 1, n))
-        negatives = self._negatives.draw(n_blocks * self._n_shared, random)
+        negatives = self._negatives.draw(n_blocks * n_shared, random)
         inputs, (centers,) = unique(len(self._keep), words)
         outputs, (contexts_at, negatives_at) = unique(len(self._keep), words, negatives)
 
@@ -173,10 +165,10 @@ class BatchSampler:
         padded = np.zeros(n_blocks * BLOCK + 2 * window, np.int32)
         padded[window : window + n] = contexts_at
         nearby = padded[begins + np.arange(BLOCK + 2 * window)]
-        candidates = np.concatenate((nearby, negatives_at.reshape(n_blocks, self._n_shared)), 1)
+        candidates = np.concatenate((nearby, negatives_at.reshape(n_blocks, n_shared)), 1)
         first_context = (_in_blocks(first, n_blocks, n_blocks * BLOCK) - begins + window).astype(np.int32)
         last_context = (_in_blocks(last, n_blocks, -1) - begins + window).astype(np.int32)
-        rows, offsets = (inputs, None) if self._bags is None else self._bags.lookup(inputs)
+        rows, offsets = (inputs, None) if self.bags is None else self.bags.lookup(inputs)
         return TrainingBatch(
             inputs=torch.from_numpy(rows),
             offsets=None if offsets is None else torch.from_numpy(offsets),
@@ -187,7 +179,7 @@ class BatchSampler:
             first_context=torch.from_numpy(first_context),
             last_context=torch.from_numpy(last_context),
             n_words=n_words,
-            n_pairs=int(np.count_nonzero(last - first) if self._cbow else (last - first).sum()),
+            n_pairs=int(np.count_nonzero(last - first) if self._settings.cbow else (last - first).sum()),
         )
 
 

@@ -17,6 +17,8 @@ import torch
 from flatbed import FlatbedError, optim
 
 STORAGES = ("host", "device", "disk")
+UNSUITED = {getattr(torch.optim, name, None) for name in ("Optimizer", "LBFGS", "Muon", "Adafactor")}
+"""Classes of torch.optim that tables cannot have: their updates are not elementwise."""
 CURRENT, MANIFEST, MARK, LOCK = "CURRENT.json", "checkpoint.json", ".flatbed", ".lock"
 """Files of `flatbed.save_checkpoint`."""
 
@@ -69,7 +71,7 @@ class Settings:
     subsample: Annotated[float, "Words more frequent than this are thinned out; 0 keeps all."] = 1e-3
     epochs: Annotated[int, "Passes over the text."] = 5
     lr: Annotated[float | None, "First learning rate; it falls linearly. Depends on the optimizer."] = None
-    optimizer: Annotated[str, "Any optimizer of flatbed.optim or torch.optim."] = "adamax"
+    optimizer: Annotated[str, "Any elementwise optimizer of flatbed.optim or torch.optim."] = "adamax"
     storage: Annotated[str, "Where the tables are: host, device or disk."] = "host"
     path: Annotated[str | Path | None, "Folder of the tables' files, for storage disk."] = None
     seed: Annotated[int, "Seed of first weights and all sampling."] = 0
@@ -139,14 +141,12 @@ class Settings:
 def find_optimizer(name: str) -> Callable[..., torch.optim.Optimizer]:
     """Return `make(model, **options)` for the optimizer with this name; upper and lower case are equal."""
     found: dict[str, Callable[..., torch.optim.Optimizer]] = {}
-    for module in (torch.optim, optim):
-        for each in vars(module).values():
-            if isinstance(each, type) and issubclass(each, torch.optim.Optimizer):
-                is_ours = module is optim
-                found[each.__name__.lower()] = each if is_ours else partial(optim.from_torch, each)
-    del found["optimizer"]
+    for each in vars(torch.optim).values():
+        if isinstance(each, type) and issubclass(each, torch.optim.Optimizer) and each not in UNSUITED:
+            found[each.__name__.lower()] = partial(optim.from_torch, each)
+    found |= {each.lower(): getattr(optim, each) for each in optim.__all__ if each != "from_torch"}
     if name.lower() not in found:
-        raise ValueError(f"there is no optimizer {name!r}; known are {', '.join(sorted(found))}")
+        raise ValueError(f"optimizer must be one of {', '.join(sorted(found))}; found {name!r}")
     return found[name.lower()]
 
 

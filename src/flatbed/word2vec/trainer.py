@@ -27,8 +27,6 @@ from flatbed.word2vec.vectors import Vectors
 LAST_RATE = 1e-4
 """The last learning rate as a fraction of the first."""
 REPORTS, MOST_STEPS_PER_REPORT = 500, 50
-LEAST_WORDS = 128
-"""Words of a step in the smallest texts."""
 STEPS_PER_DRAIN = 32
 """With several threads, steps after which none is left unfinished: training can stop and resume there."""
 READ_WORDS = 8192
@@ -101,21 +99,7 @@ class Trainer:
                 "(--min-count)"
             )
         self._text = self.corpus.fingerprint()
-        self._bags = make_bags(words, settings.buckets, settings.ngrams) if settings.buckets else None
-        suited = settings.defaults
-        self.batch_words = settings.batch_words or min(
-            suited.batch_words, max(LEAST_WORDS, len(self.corpus) // suited.least_steps)
-        )
-        self._sampler = BatchSampler(
-            self.corpus,
-            window=settings.window,
-            subsample=settings.subsample,
-            batch_words=self.batch_words,
-            seed=settings.seed,
-            shared_negatives=suited.shared_negatives,
-            bags=self._bags,
-            cbow=settings.cbow,
-        )
+        self._sampler = BatchSampler(self.corpus, settings)
         self.n_words = len(self.corpus) * settings.epochs
         self.n_steps = self._sampler.steps_per_epoch * settings.epochs
         self.step = 0
@@ -258,7 +242,7 @@ class Trainer:
             if not math.isfinite(loss):
                 raise FlatbedError(
                     f"the loss is {loss} after step {self.step:,}: try a lower lr than {self._rates[0]:g} "
-                    f"or fewer batch_words than {self.batch_words:,}"
+                    f"or fewer batch_words than {self._sampler.batch_words:,}"
                 )
             self.losses.append((self.words, loss))
         self._loss.zero_()
@@ -287,12 +271,12 @@ class Trainer:
 
         With n-grams, `words` that are not in the text follow: their vectors are the means of their n-grams.
         """
-        known, matrix = self.corpus.words, self._read(self._bags, len(self.corpus.words))
+        known, matrix = self.corpus.words, self._read(self._sampler.bags, len(self.corpus.words))
         in_text = set(known) if words else set()
         others = [word for word in dict.fromkeys(words) if word not in in_text]
         if not others:
             return Vectors(list(known), matrix, self.corpus.counts)
-        if self._bags is None:
+        if self._sampler.bags is None:
             raise FlatbedError(f"{others[0]!r} is not in the text: train n-grams (buckets=) for its vector")
         bags = make_bags(others, self.settings.buckets, self.settings.ngrams, n_known=len(known))
         found = np.concatenate((matrix, self._read(bags, len(others))))
@@ -336,7 +320,7 @@ class Trainer:
         saved = saved_run(folder)
         if saved is None:
             raise FlatbedError(f"{folder} holds no checkpoint: check the path")
-        found = {"cbow": False, **saved["settings"], "steps": saved["steps"], "text": saved["text"]}
+        found = {**saved["settings"], "steps": saved["steps"], "text": saved["text"]}
         expected = {**self.settings.to_dict(), "steps": self.n_steps, "text": self._text}
         differences = [
             f"{name}={found.get(name)} there and {value} here"

@@ -12,7 +12,7 @@ from typing import BinaryIO
 import numpy as np
 
 from flatbed import FlatbedError
-from flatbed.word2vec.corpus import REPLACE, warned_of_replaced_bytes
+from flatbed.word2vec.corpus import warn_of_replaced_bytes
 
 MAP_WORDS = 150
 """Words in the map: the most frequent."""
@@ -101,10 +101,9 @@ class Vectors:
         """Read word2vec's text or binary format, recognised by the contents.
 
         For a word that occurs more than once, the first vector counts, as in gensim. Bytes of words that are
-        not UTF-8 become U+FFFD. Warnings give the numbers of both.
+        not UTF-8 become U+FFFD. Warnings give the numbers of such words.
         """
-        remedy = "write the words as UTF-8"
-        with Path(path).open("rb") as file, warned_of_replaced_bytes(f"UTF-8 in {path}", remedy):
+        with Path(path).open("rb") as file:
             try:
                 n_words, dim = (int(number) for number in file.readline().split())
             except ValueError as error:
@@ -125,6 +124,7 @@ class Vectors:
         first: dict[str, np.ndarray] = {}
         for word, row in pairs:
             first.setdefault(word, row)
+        warn_of_replaced_bytes(first, f"write the words of {path} as UTF-8")
         if n_repeated := len(pairs) - len(first):
             warnings.warn(
                 f"{n_repeated:,} vectors of {path} were left out: their words had occurred before. "
@@ -143,7 +143,7 @@ def _is_text(line: bytes, dim: int) -> bool:
 
 def _read_text(file: BinaryIO, dim: int) -> Iterator[tuple[str, np.ndarray]]:
     for line in file:
-        word, *numbers = line.decode("utf-8", REPLACE).rstrip().split(" ")
+        word, *numbers = line.decode("utf-8", "replace").rstrip().split(" ")
         if len(numbers) != dim:
             raise ValueError(f"{word!r} has {len(numbers)}")
         yield word, np.array(numbers, np.float32)
@@ -156,7 +156,7 @@ def _read_binary(file: BinaryIO, n_words: int, dim: int) -> Iterator[tuple[str, 
         end = space + 1 + 4 * dim
         if space < 0 or len(content) < end:
             raise ValueError("it ends early")
-        word = content[begin:space].lstrip(b"\n").decode("utf-8", REPLACE)
+        word = content[begin:space].lstrip(b"\n").decode("utf-8", "replace")
         yield word, np.frombuffer(content[space + 1 : end], "<f4")
         begin = end
 
