@@ -87,7 +87,7 @@ def test_two_runs_and_an_evaluator_in_one_folder_do_not_mix(tmp_path: Path) -> N
 
 def test_version_stays_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_checkpoint(tmp_path, constant(1.0))
-    read, first = loading._model_values, current(tmp_path)
+    read, first = loading._model_part, current(tmp_path)
 
     def read_while_others_save(*args: Any) -> Any:
         for value in (2.0, 3.0):
@@ -96,7 +96,7 @@ def test_version_stays_while_it_is_read(tmp_path: Path, monkeypatch: pytest.Monk
         return read(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(loading, "_model_values", read_while_others_save)
+        patch.setattr(loading, "_model_part", read_while_others_save)
         other = constant(0.0)
         load_checkpoint(tmp_path, other)
     assert values(other) == {1.0}

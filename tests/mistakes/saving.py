@@ -138,14 +138,14 @@ CHECKPOINTS: list[Any] = [
         "a table into nn.Embedding",
         load_into(lambda: nn.Sequential(nn.Embedding(10, 4)), lambda: nn.Sequential(embedding())),
         FlatbedError,
-        r"'0.weight' is a table in .*run.*flatbed.Embedding.*to_torch\(\)",
+        r"'0.weight' is a table in .*run.*to_torch\(\)",
     ),
     (
         "load_checkpoint",
         "nn.Embedding into a table",
         load_into(lambda: nn.Sequential(embedding()), lambda: nn.Sequential(nn.Embedding(10, 4))),
         FlatbedError,
-        r"'0.weight' is no table in .*run.*nn.Embedding.*from_pretrained",
+        r"'0.weight' is no table in .*run.*from_pretrained",
     ),
     (
         "load_checkpoint",

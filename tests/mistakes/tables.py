@@ -135,11 +135,11 @@ TABLES: list[Mistake] = [
     mistake("Table.load", "of another size", load_another_size, FlatbedError, r"5 × 4.*10 × 4"),
     mistake("Table.close", "used later", used_after_close, FlatbedError, r"is closed"),
     mistake("load_table", "no file", lambda f: flatbed.load_table(f / "none"), FlatbedError, r"check the"),
-    mistake("load_table", "an array", lambda f: flatbed.load_table(array_file(f)), FlatbedError, r"of numpy"),
     mistake(
-        "load_table", "a pickle", lambda f: flatbed.load_table(pickled(f)), FlatbedError, "of torch.save"
+        "load_table", "an array", lambda f: flatbed.load_table(array_file(f)), FlatbedError, r"is no table"
     ),
-    mistake("load_table", "a folder", flatbed.load_table, FlatbedError, r"is a folder.*load_checkpoint"),
+    mistake("load_table", "a pickle", lambda f: flatbed.load_table(pickled(f)), FlatbedError, "is no table"),
+    mistake("load_table", "a folder", flatbed.load_table, FlatbedError, r"no table's file at .*check the"),
     mistake("load_table", "a wrong device", loaded(device="gpu"), ValueError, r"\"cuda\".*'gpu'"),
     mistake("load_table", "disk into memory", loaded(storage="host"), ValueError, r"'host'.*table.save"),
     mistake(

@@ -267,9 +267,6 @@ def test_an_export_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyte
         emb.table.export(tmp_path / "model", shard_bytes=15)
     with pytest.raises(ValueError, match=r"o\.csv ends in \.csv; expected \.npy"):
         emb.table.export(tmp_path / "o.csv")
-    for name in ("w.npy", "w.safetensors"):
-        with pytest.raises(ValueError, match=f"shard_bytes is for folders; found {name}"):
-            emb.table.export(tmp_path / name, shard_bytes=1 << 20)
 
     def fails(self: Any, name: str, start: int, stop: int) -> Tensor:
         raise OSError(5, "broken")

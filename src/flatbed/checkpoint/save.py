@@ -19,14 +19,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from flatbed.checkpoint import folder as folders
-from flatbed.checkpoint.folder import CURRENT, MANIFEST, OPTIMIZERS
-from flatbed.checkpoint.state import Packer, dense_state, optimizer_parts, packed_state, rng_state
+from flatbed.checkpoint.folder import CURRENT, OPTIMIZERS
+from flatbed.checkpoint.state import Packer, dense_state, plain_state, rng_state, shapes_of
 from flatbed.distributed.dense_shards import Sharding, whole
 from flatbed.distributed.ranks import Lockstep, communicating, world_size
 from flatbed.errors import FlatbedError
 from flatbed.tables import saving
 from flatbed.tables.embedding import named_tables
-from flatbed.tables.files import sync_folder, write_text
+from flatbed.tables.files import as_path, write_text
 from flatbed.tables.table import Table
 from flatbed.tables.tensor_file import write_tensors
 
@@ -38,32 +38,28 @@ class Training:
     model: nn.Module
     optimizers: tuple[Optimizer, ...]
     schedulers: tuple[Any, ...]
-    scaler: Any
+    scalers: tuple[Any, ...]
+    """The scaler, if there is one."""
     tables: dict[str, Table]
 
-    @property
-    def with_state_dicts(self) -> tuple[Any, ...]:
-        """Schedulers and scaler."""
-        return (*self.schedulers, *(() if self.scaler is None else (self.scaler,)))
-
     @staticmethod
-    def of(model: nn.Module, optimizer: Any, scheduler: Any = None, scaler: Any = None) -> Training:
+    def of(model: nn.Module, optimizer: Any, scheduler: Any, scaler: Any) -> Training:
         """Check the arguments of `save_checkpoint` and `load_checkpoint`."""
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module; found {type(model).__name__}")
-        optimizers = _several(optimizer)
+        optimizers, schedulers = _several(optimizer), _several(scheduler)
+        scalers = () if scaler is None else (scaler,)
         for one in optimizers:
             if not isinstance(one, Optimizer):
                 raise TypeError(
                     f"optimizer must be a torch.optim.Optimizer, or several; found {type(one).__name__} "
                     f"(there are scheduler=, scaler= and, for what JSON can hold, extra={{…}})"
                 )
-        schedulers = _several(scheduler)
-        for name, one in (*(("scheduler", s) for s in schedulers), ("scaler", scaler)):
-            is_wrong = isinstance(one, Optimizer | nn.Module) or not hasattr(one, "load_state_dict")
-            if one is not None and is_wrong:
+        for one in (*schedulers, *scalers):
+            if isinstance(one, Optimizer | nn.Module) or not hasattr(one, "load_state_dict"):
                 raise TypeError(
-                    f"{name} must have state_dict and load_state_dict; found {type(one).__name__}"
+                    f"scheduler and scaler must have state_dict and load_state_dict, and be no model or "
+                    f"optimizer; found {type(one).__name__}"
                 )
         tables = dict(named_tables(model))
         known = {id(table) for table in tables.values()}
@@ -74,7 +70,7 @@ class Training:
                         f"{type(one).__name__} has a table that is not in the model ({param!r}): pass a "
                         "module that holds all of them, nn.ModuleList([model, embedding]) for example"
                     )
-        return Training(model, optimizers, schedulers, scaler, tables)
+        return Training(model, optimizers, schedulers, scalers, tables)
 
 
 def _several(given: Any) -> tuple[Any, ...]:
@@ -106,18 +102,16 @@ def save_checkpoint(
     for tables with ``shard="row"``: all ranks write those together, in files that any number of ranks loads.
     """
     with ExitStack() as held, Lockstep("saving a checkpoint") as lockstep:
-        folder, training = folders.as_folder(folder), Training.of(model, optimizer, scheduler, scaler)
+        folder = as_path(folder, "folder").absolute()
+        training = Training.of(model, optimizer, scheduler, scaler)
         if type(keep) is not int or keep < 1:
             raise ValueError(f"keep must be at least 1, the version that is being saved; found {keep!r}")
-        contents: dict[str, Any] = {"extra": _checked_extra(extra)}
-        _warn_of_left_out_optimizers(training)
-        on_disk = [name for name, table in training.tables.items() if table.storage == "disk"]
-        in_place = [] if copy_disk_tables else on_disk
-        if world_size() > 1:
-            _check_replicas(table for name, table in training.tables.items() if name not in in_place)
+        manifest: dict[str, Any] = {"format": folders.FORMAT, "version": folders.FORMAT_VERSION}
+        manifest["extra"] = _checked_extra(extra)
+        in_place = _tables_in_place(training, copy_disk_tables)
         lockstep.meet()
         random = _rng_of_all_ranks() if rng else []
-        token = contents["token"] = lockstep.of_first(secrets.token_hex(16))
+        token = manifest["token"] = lockstep.of_first(secrets.token_hex(16))
         if lockstep.first:
             held.enter_context(folders.saving(folder))
             version = folders.make_version(folder, token)
@@ -125,10 +119,11 @@ def save_checkpoint(
         lockstep.meet()
         version = folder / lockstep.of_first(version.name if lockstep.first else "")
         files: dict[str, Any] = {}
-        contents["model"] = _write_dense(version, training, files=files, lockstep=lockstep)
-        contents["tables"] = _write_tables(version, training, in_place, files=files, lockstep=lockstep)
+        manifest["files"] = files
+        manifest["model"] = _write_dense(version, training, files=files, lockstep=lockstep)
+        manifest["tables"] = _write_tables(version, training, in_place, files=files, lockstep=lockstep)
         if lockstep.first:
-            _write_manifest(version, training, contents, rng=random, files=files)
+            _write_manifest(version, training, manifest, rng=random)
         for name in in_place:
             store = training.tables[name]._store
             held.callback(store.disk_storage().release)
@@ -147,21 +142,30 @@ def save_checkpoint(
 def _undo(version: Path, token: str) -> None:
     """Remove the version of a save that has failed."""
     with suppress(FlatbedError):
-        if folders.has_token(version.parent, token):
+        if (version.parent / CURRENT).exists() and folders.read_current(version.parent)[0] == token:
             return  # decided, though perhaps not durably: the next change of a table completes it
     shutil.rmtree(version, ignore_errors=True)
 
 
-def _warn_of_left_out_optimizers(training: Training) -> None:
+def _tables_in_place(training: Training, copy_disk_tables: bool) -> list[str]:
+    """Return the names of tables whose rows stay in their own files; checks that the others can be saved."""
+    in_place = [name for name, table in training.tables.items() if table.storage == "disk"]
+    in_place = [] if copy_disk_tables else in_place
     for name, table in training.tables.items():
-        owner = table._owner
-        if owner is not None and all(owner is not one for one in training.optimizers):
-            warnings.warn(
-                f"{type(owner).__name__}, which trains the table {name}, is not saved, and training cannot "
-                "be resumed from this checkpoint: pass it as optimizer",
-                stacklevel=3,
+        if world_size() > 1 and name not in in_place and not table.replicate:
+            raise FlatbedError(
+                "a table with replicate=False may differ from rank to rank, and a checkpoint is written by "
+                "the first rank alone: save it on every rank with table.save(path), and the rest without it"
             )
-            return
+    owners = [(name, table._owner) for name, table in training.tables.items() if table._owner is not None]
+    left_out = [(name, owner) for name, owner in owners if all(owner is not o for o in training.optimizers)]
+    for name, owner in left_out[:1]:
+        warnings.warn(
+            f"{type(owner).__name__}, which trains the table {name}, is not saved, and training cannot "
+            "be resumed from this checkpoint: pass it as optimizer",
+            stacklevel=3,
+        )
+    return in_place
 
 
 def _checked_extra(extra: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -174,15 +178,10 @@ def _checked_extra(extra: Mapping[str, Any] | None) -> dict[str, Any]:
     for key, value in given.items():
         if key not in read or read[key] != value:  # nan differs from itself
             raise TypeError(
-                f"JSON would change extra[{key!r}], which is {_shortened(value)}: use lists, string keys and "
-                "None in extra, and save schedulers with scheduler="
+                f"JSON would change extra[{key!r}]: use lists, string keys and None in extra, and save "
+                "schedulers with scheduler="
             )
     return given
-
-
-def _shortened(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) < 60 else text[:60] + "…"
 
 
 def _rng_of_all_ranks() -> list[Any]:
@@ -190,14 +189,6 @@ def _rng_of_all_ranks() -> list[Any]:
     if world_size() > 1:
         dist.all_gather_object(states, states[0])
     return states
-
-
-def _check_replicas(tables: Iterable[Table]) -> None:
-    if any(not table.replicate for table in tables):
-        raise FlatbedError(
-            "a table with replicate=False may differ from rank to rank, and a checkpoint is written by the "
-            "first rank alone: save it on every rank with table.save(path), and the rest without it"
-        )
 
 
 def _write_dense(
@@ -221,9 +212,10 @@ def _write_dense(
     write("model.safetensors", packer.tensors, {"format": "pt", **packer.ties})
     optimizers = []
     for number, optimizer in enumerate(training.optimizers):
-        about, tensors = optimizer_parts(optimizer, f"optimizer-{number}")
-        write(f"optimizer-{number}.safetensors", tensors, {"format": "pt"})
-        optimizers.append(about)
+        packer, name = Packer(), f"optimizer-{number}"
+        about = {"class": type(optimizer).__name__, "shapes": shapes_of(optimizer)}
+        optimizers.append({**about, "state": packer.pack(plain_state(optimizer), name)})
+        write(f"{name}.safetensors", packer.tensors, {"format": "pt"})
     if lockstep.first:
         text = json.dumps(optimizers)
         write_text(version / OPTIMIZERS, text)
@@ -266,45 +258,37 @@ def _write_tables(
     return named
 
 
-def _write_manifest(
-    version: Path, training: Training, contents: Mapping[str, Any], *, rng: Any, files: dict[str, Any]
-) -> None:
+def _write_manifest(version: Path, training: Training, manifest: dict[str, Any], *, rng: list[Any]) -> None:
     """Write other state, and the list of contents."""
-    packer = Packer()
-    schedulers = [packed_state(s, packer, f"scheduler {n}") for n, s in enumerate(training.schedulers)]
-    scaler = None if training.scaler is None else packed_state(training.scaler, packer, "scaler")
-    packed_rng = packer.pack(rng, "rng")
+    packer, packed = Packer(), {}
+    for kind, things in (("scheduler", training.schedulers), ("scaler", training.scalers)):
+        packed[kind] = [
+            {"class": type(one).__name__, "state": packer.pack(one.state_dict(), f"{kind} {number}")}
+            for number, one in enumerate(things)
+        ]
+    manifest["rng"] = packer.pack(rng, "rng")
     if packer.tensors:
         name = "state.safetensors"
-        files[name] = write_tensors(version / name, packer.tensors, {"format": "pt"})
-    in_place = {
-        name: training.tables[name]._store.config for name, file in contents["tables"].items() if file is None
-    }
-    shards = {
-        name: config.n_shards
-        for name, config in in_place.items()
-        if training.tables[name]._shards is not None
-    }
-    manifest = {
-        "format": folders.FORMAT,
-        "version": folders.FORMAT_VERSION,
-        **contents,
+        manifest["files"][name] = write_tensors(version / name, packer.tensors, {"format": "pt"})
+    in_place = [name for name, file in manifest["tables"].items() if file is None]
+    configs = {name: training.tables[name]._store.config for name in in_place}
+    manifest |= {
         "n_optimizers": len(training.optimizers),
-        **({"shards": shards} if shards else {}),  # sharded tables, in a file of each rank
-        "paths": {name: str(config.path) for name, config in in_place.items()},
-        "schedulers": schedulers,
-        "scaler": scaler,
-        "rng": packed_rng,
-        "files": files,
+        "schedulers": packed["scheduler"],
+        "scaler": next(iter(packed["scaler"]), None),
+        "paths": {name: str(config.path) for name, config in configs.items()},
+        "shards": {  # sharded tables, in a file of each rank
+            name: config.n_shards
+            for name, config in configs.items()
+            if training.tables[name]._shards is not None
+        },
     }
-    write_text(version / MANIFEST, folders.write_checksum(manifest))
-    sync_folder(version.parent)
+    folders.write_manifest(version, manifest)
 
 
 def _write_current(version: Path, token: str, *, keep: int) -> list[str]:
     """Make a version the valid one; returns the names of those that stay."""
-    current = version.parent / CURRENT
-    known = folders.read_current(version.parent) if current.exists() else None
-    previous = [] if known is None else [known.version, *known.previous][: keep - 1]
-    write_text(current, json.dumps({"token": token, "version": version.name, "previous": previous}))
+    previous = folders.kept_versions(version.parent)[: keep - 1]
+    current = {"token": token, "version": version.name, "previous": previous}
+    write_text(version.parent / CURRENT, json.dumps(current))
     return [version.name, *previous]

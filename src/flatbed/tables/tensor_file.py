@@ -22,10 +22,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from flatbed.distributed.channel import Channel
-from flatbed.distributed.dense_shards import is_dtensor
 from flatbed.distributed.ranks import Lockstep, communicating, rank
 from flatbed.errors import DamagedFileError, FlatbedError
 from flatbed.progress import progress
@@ -34,7 +33,6 @@ from flatbed.tables.storage.disk.checked_records import row_sums, submit
 
 SUM_BYTES = 4096  # under one sum of a checksum: part of the format of checkpoints
 SYNC_BYTES = 1 << 28  # written between syncs, so that a long save answers Control-C
-MANY_BYTES = 1 << 20  # from which a thread for the checksum pays off
 RESERVED = "__metadata__"  # key of the header that is no tensor
 HEADER_LIMIT = 100_000_000  # bytes, as in the safetensors library
 
@@ -76,36 +74,24 @@ class TensorEntry:
         return self.dtype.itemsize * prod(self.shape)
 
 
-@dataclass(frozen=True, slots=True)
-class FileLayout:
-    """The header of a file, and where its tensors are."""
-
-    header: bytes
-    starts: dict[str, int]
-    nbytes: int
-
-    @staticmethod
-    def of(entries: Sequence[TensorEntry], metadata: Mapping[str, str]) -> FileLayout:
-        """Lay out tensors one after the other."""
-        if sys.byteorder != "little":
-            raise FlatbedError("safetensors files are little-endian, and this machine is not: save elsewhere")
-        header: dict[str, Any] = {RESERVED: dict(metadata)}
-        end = 0
-        # Wide numbers first, as in the library, so that every tensor is aligned to its element size.
-        for entry in sorted(entries, key=lambda entry: -entry.dtype.itemsize):
-            if entry.name == RESERVED:
-                raise FlatbedError(f"a tensor named '{RESERVED}' cannot be saved: rename it")
-            if entry.dtype not in KINDS:
-                raise FlatbedError(f"'{entry.name}' is of {entry.dtype}, which safetensors cannot hold")
-            offsets, shape = [end, end + entry.nbytes], list(entry.shape)
-            header[entry.name] = {"dtype": KINDS[entry.dtype], "shape": shape, "data_offsets": offsets}
-            end += entry.nbytes
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        first = 8 + len(text)
-        starts = {entry.name: first + header[entry.name]["data_offsets"][0] for entry in entries}
-        starts[""] = 0  # the header
-        return FileLayout(struct.pack("<Q", len(text)) + text, starts, first + end)
+def _layout(entries: Sequence[TensorEntry], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int], int]:
+    """Lay out tensors one after the other; returns the header, where tensors begin, and the file's size."""
+    if sys.byteorder != "little":
+        raise FlatbedError("safetensors files are little-endian, and this machine is not: save elsewhere")
+    header: dict[str, Any] = {RESERVED: dict(metadata)}
+    end = 0
+    # Wide numbers first, as in the library, so that every tensor is aligned to its element size.
+    for entry in sorted(entries, key=lambda entry: -entry.dtype.itemsize):
+        if entry.dtype not in KINDS:
+            raise FlatbedError(f"'{entry.name}' is of {entry.dtype}, which safetensors cannot hold")
+        offsets, shape = [end, end + entry.nbytes], list(entry.shape)
+        header[entry.name] = {"dtype": KINDS[entry.dtype], "shape": shape, "data_offsets": offsets}
+        end += entry.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    first = 8 + len(text)
+    starts = {entry.name: first + header[entry.name]["data_offsets"][0] for entry in entries}
+    return struct.pack("<Q", len(text)) + text, {**starts, "": 0}, first + end
 
 
 # ---- checksums
@@ -162,29 +148,20 @@ class Writer:
     """
 
     def __init__(
-        self, descriptor: int, layout: FileLayout, pool: ThreadPoolExecutor, shared: Shared | None
+        self, descriptor: int, starts: dict[str, int], pool: ThreadPoolExecutor, shared: Shared | None
     ) -> None:
-        self._descriptor, self._starts, self._pool = descriptor, layout.starts, pool
+        self._descriptor, self._starts, self._pool = descriptor, starts, pool
         self._shared = shared
-        self._sums = {name: Checksum() for name in layout.starts}
+        self._sums = {name: Checksum() for name in starts}
         self._unshared: list[tuple[str, bytes, bytes, bytes]] = []
         self._n_unsynced = 0
 
     def write(self, name: str, offset: int, values: Tensor) -> None:
-        """Write a part of a tensor, on any device, from a byte of it on."""
-        self.write_bytes(
-            name, offset, values.detach().contiguous().reshape(-1).cpu().view(torch.uint8).numpy().data
-        )
-
-    def write_bytes(self, name: str, offset: int, data: memoryview) -> None:
-        """Write bytes of a tensor, or of the header ("")."""
-        if len(data) < MANY_BYTES:
-            self._add(name, offset, data)
-            write_at(self._descriptor, self._starts[name] + offset, data)
-        else:
-            adding = submit(self._pool, self._add, name, offset, data)
-            write_at(self._descriptor, self._starts[name] + offset, data)
-            adding.result()
+        """Write a part of a tensor, on any device, or of the header (""), from a byte of it on."""
+        data = values.detach().contiguous().reshape(-1).cpu().view(torch.uint8).numpy().data
+        adding = submit(self._pool, self._add, name, offset, data)
+        write_at(self._descriptor, self._starts[name] + offset, data)
+        adding.result()
         self._n_unsynced += len(data)
         if self._n_unsynced >= SYNC_BYTES:
             os.fsync(self._descriptor)
@@ -225,40 +202,35 @@ def writing(
 
     All ranks that share it call this. Within the block they call `Writer.meet` in place of `Lockstep.meet`.
     """
-    layout = FileLayout.of(entries, metadata)
+    header, starts, nbytes = _layout(entries, metadata)
     lockstep = Lockstep("", alone=True) if shared is None else shared[1]
-    with file_errors(path, layout.nbytes), ExitStack() as undo:
+    with file_errors(path, nbytes), ExitStack() as undo:
         lockstep.meet()
         word = lockstep.of_first(secrets.token_hex(4))
         if lockstep.first:
-            descriptor = undo.enter_context(replacing(path, layout.nbytes, word))
+            descriptor = undo.enter_context(replacing(path, nbytes, word))
             # The whole length first: network file systems fill pages beyond the end with zeros.
-            os.ftruncate(descriptor, layout.nbytes)
+            os.ftruncate(descriptor, nbytes)
         lockstep.meet()
         if not lockstep.first:
-            descriptor = _opened(draft_of(path, word))
+            try:
+                # Without read access: network file systems then write those bytes alone, and no page around.
+                descriptor = os.open(draft_of(path, word), os.O_WRONLY)
+            except FileNotFoundError as error:
+                raise FlatbedError(
+                    f"rank {rank()} does not find the file that the first rank has made in {path.parent}: "
+                    "save to a folder that all ranks see"
+                ) from error
             undo.callback(os.close, descriptor)
         lockstep.meet()  # from here on the first rank may fail, and remove the file
         with ThreadPoolExecutor(1) as pool:
-            writer = Writer(descriptor, layout, pool, shared)
+            writer = Writer(descriptor, starts, pool, shared)
             if lockstep.first:
-                writer.write_bytes("", 0, memoryview(layout.header))
+                writer.write("", 0, torch.frombuffer(bytearray(header), dtype=torch.uint8))
             yield writer
         if shared is not None:
             os.fsync(descriptor)
             writer.meet()
-
-
-def _opened(draft: Path) -> int:
-    """Open the file that the first rank has made."""
-    try:
-        # Without read access: network file systems then write those bytes alone, and no page around them.
-        return os.open(draft, os.O_WRONLY)
-    except FileNotFoundError as error:
-        raise FlatbedError(
-            f"rank {rank()} does not find the file that the first rank has made in {draft.parent}: save to a "
-            "folder that all ranks see"
-        ) from error
 
 
 def write_tensors(
@@ -272,8 +244,6 @@ def write_tensors(
 
     `whole` gives all elements of a tensor, one tensor after the other.
     """
-    for name, tensor in tensors.items():
-        check_plain(tensor, name)
     entries = [TensorEntry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
     total = sum(entry.nbytes for entry in entries)
     with (
@@ -289,19 +259,28 @@ def write_tensors(
     return writer.checksums
 
 
-def check_plain(tensor: Tensor, name: str) -> None:
-    """Raise unless a tensor is dense and initialized, and whole or a DTensor."""
-    if nn.parameter.is_lazy(tensor) or tensor.is_meta:
-        raise FlatbedError(f"'{name}' has no values yet: run the model once, then save it")
-    is_sharded = hasattr(tensor, "to_local") and not is_dtensor(tensor)
-    if tensor.layout != torch.strided or tensor.is_quantized or is_sharded:
-        raise FlatbedError(
-            f"'{name}' is sparse, quantized or sharded ({type(tensor).__name__}), which safetensors cannot "
-            "hold: save it by other means"
-        )
-
-
 # ---- reading
+
+
+@contextmanager
+def naming_damage(path: Path) -> Iterator[None]:
+    """Turn errors that a missing or damaged file causes into a `DamagedFileError`."""
+    try:
+        yield
+    except FlatbedError:
+        raise
+    except (
+        OSError,
+        LookupError,
+        TypeError,
+        ValueError,
+        RuntimeError,
+        AttributeError,
+        ArithmeticError,
+    ) as error:
+        raise DamagedFileError(
+            f"{path} is missing or damaged ({type(error).__name__}: {error}): restore it from a copy"
+        ) from error
 
 
 @contextmanager
@@ -330,41 +309,40 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         return {name: reader.get_tensor(name) for name in reader.keys()}  # noqa: SIM118
 
 
-def check_tensors(path: Path, checksums: Any) -> None:
-    """Read a whole file of `writing`, and raise unless it is as it was written."""
-    try:
-        with (
-            open_regular(path) as file,
-            progress(f"checking {path.name}", path.stat().st_size, "bytes") as advance,
-        ):
-            head = file.read(8)
-            text = file.read(min(int.from_bytes(head, "little"), HEADER_LIMIT))
-            page_sums = _page_sums
-            if isinstance(checksums[""], int):  # of an earlier version
-                page_sums = _old_page_sums
-                checksums = {name: f"{value:08x}" for name, value in checksums.items()}
-            found = {name: Checksum(page_sums) for name in checksums}
-            found[""].add(*shortened(0, memoryview(head + text), page_sums))
-            if found[""].value != checksums[""]:
-                raise ValueError("the checksum of its header is wrong")
-            header = json.loads(text)
-            ends = [header[name]["data_offsets"][1] for name in header.keys() - {RESERVED}]
-            if os.fstat(file.fileno()).st_size > 8 + len(text) + max(ends, default=0):
-                raise ValueError("it goes on after its tensors")
-            buffer = bytearray(min(BLOCK_BYTES, path.stat().st_size))
-            for name in sorted(checksums.keys() - {""}, key=lambda name: header[name]["data_offsets"]):
-                start, stop = header[name]["data_offsets"]
-                file.seek(8 + len(text) + start)
-                for at in range(start, stop, BLOCK_BYTES):
-                    part = memoryview(buffer)[: stop - at]
-                    if file.readinto(part) < len(part):
-                        raise ValueError(f"it ends within '{name}'")
-                    found[name].add(*shortened(at - start, part, page_sums))
-                    advance(len(part))
-                if found[name].value != checksums[name]:
-                    raise ValueError(f"the checksum of '{name}' is wrong")
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise DamagedFileError(f"{path} is missing or damaged ({error}): restore it from a copy") from error
+def check_tensors(path: Path, checksums: Any, part: slice = slice(None)) -> None:
+    """Read the header and a part of the tensors of a file, and raise unless they are as they were written."""
+    with (
+        naming_damage(path),
+        open_regular(path) as file,
+        progress(f"checking {path.name}", path.stat().st_size, "bytes") as advance,
+    ):
+        head = file.read(8)
+        text = file.read(min(int.from_bytes(head, "little"), HEADER_LIMIT))
+        page_sums = _page_sums
+        if isinstance(checksums[""], int):  # of an earlier version
+            page_sums = _old_page_sums
+            checksums = {name: f"{value:08x}" for name, value in checksums.items()}
+        found = {name: Checksum(page_sums) for name in checksums}
+        found[""].add(*shortened(0, memoryview(head + text), page_sums))
+        if found[""].value != checksums[""]:
+            raise ValueError("the checksum of its header is wrong")
+        header = json.loads(text)
+        ends = [header[name]["data_offsets"][1] for name in header.keys() - {RESERVED}]
+        if os.fstat(file.fileno()).st_size > 8 + len(text) + max(ends, default=0):
+            raise ValueError("it goes on after its tensors")
+        buffer = bytearray(min(BLOCK_BYTES, path.stat().st_size))
+        names = sorted(checksums.keys() - {""}, key=lambda name: header[name]["data_offsets"])
+        for name in names[part]:
+            start, stop = header[name]["data_offsets"]
+            file.seek(8 + len(text) + start)
+            for at in range(start, stop, BLOCK_BYTES):
+                block = memoryview(buffer)[: stop - at]
+                if file.readinto(block) < len(block):
+                    raise ValueError(f"it ends within '{name}'")
+                found[name].add(*shortened(at - start, block, page_sums))
+                advance(len(block))
+            if found[name].value != checksums[name]:
+                raise ValueError(f"the checksum of '{name}' is wrong")
 
 
 def entries_of(reader: Any) -> dict[str, TensorEntry]:
