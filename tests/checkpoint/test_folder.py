@@ -6,10 +6,10 @@ import json
 import os
 import random
 import shutil
-import stat
 import threading
 import zlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +23,12 @@ from flatbed.checkpoint import load as loading
 from flatbed.checkpoint import load_checkpoint, save_checkpoint
 from flatbed.checkpoint.load_table import check_path
 from flatbed.errors import DamagedFileError, FlatbedError
-from flatbed.tables import saving
 from flatbed.tables.storage.disk import DiskStorage
 from tests import programs
+from tests.checkpoint.saved import Saved, current
 from tests.programs import Program
 from tests.tables.storage.disk.test_files import largest_file
 from tests.tables.training import build, close, difference, snapshot, step
-
-
-def current(folder: Path) -> Path:
-    found: str = json.loads((folder / "CURRENT.json").read_text())["version"]
-    return folder / found
 
 
 def constant(value: float) -> nn.Module:
@@ -152,23 +147,15 @@ def test_copied_job_in_another_layout_loads(tmp_path: Path, monkeypatch: pytest.
     close(model)
 
 
-def test_failed_save_leaves_the_versions_of_others(tmp_path: Path) -> None:
-    save_checkpoint(tmp_path, constant(1.0))
-    first = current(tmp_path)
-    with pytest.raises(FlatbedError, match="run the model once"):
-        save_checkpoint(tmp_path, nn.LazyLinear(2))
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "CURRENT.json", first.name]
-
-
 def test_folder_without_write_access_loads(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "run", constant(1.0))
-    for path in (current(tmp_path / "run"), tmp_path / "run"):
+    paths, other = (current(tmp_path / "run"), tmp_path / "run"), constant(0.0)
+    for path in paths:
         path.chmod(0o555)
     try:
-        other = constant(0.0)
         load_checkpoint(tmp_path / "run", other)
     finally:
-        for path in (tmp_path / "run", current(tmp_path / "run")):
+        for path in paths:
             path.chmod(0o755)
     assert values(other) == {1.0}
 
@@ -178,50 +165,30 @@ def test_folder_without_write_access_loads(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("used", [False, True], ids=["new files", "files in use"])
 def test_load_without_space_changes_nothing(used: bool, tmp_path: Path) -> None:
+    sizes = {"host": (50, None), "small": (50, "small.bed"), "large": (20_000, "large.bed")}
+
     def model(folder: Path) -> nn.ModuleDict:
         folder.mkdir()
-        return nn.ModuleDict(
-            {
-                "dense": nn.Linear(4, 4),
-                "host": flatbed.Embedding(50, 4),
-                "small": flatbed.Embedding(50, 4, storage="disk", path=folder / "small.bed"),
-                "large": flatbed.Embedding(20_000, 16, storage="disk", path=folder / "large.bed"),
-            }
-        )
+        made: dict[str, nn.Module] = {"dense": nn.Linear(4, 4)}
+        for name, (n_rows, file) in sizes.items():
+            storage = {} if file is None else {"storage": "disk", "path": folder / file}
+            made[name] = flatbed.Embedding(n_rows, 16, **storage)
+        return nn.ModuleDict(made)
+
+    def rows(of: nn.ModuleDict) -> list[torch.Tensor]:
+        return [of[name].read_rows(range(50)) for name in sizes]
 
     saved, other = model(tmp_path / "a"), model(tmp_path / "b")
     save_checkpoint(tmp_path / "run", saved, copy_disk_tables=True)
-    if used:
-        for name in ("host", "small", "large"):
-            other[name](torch.tensor([1]))
-    before = {name: table.read_rows(range(50)) for name, table in other.items() if name != "dense" and used}
+    before = rows(other) if used else []
     weight, names = other["dense"].weight.detach().clone(), sorted(os.listdir(tmp_path / "b"))
     with largest_file(500_000), pytest.raises(FlatbedError, match=r"large.bed.*free some space"):
         load_checkpoint(tmp_path / "run", other)
     assert torch.equal(other["dense"].weight, weight)
     assert sorted(os.listdir(tmp_path / "b")) == names
-    assert all(torch.equal(other[name].read_rows(range(50)), rows) for name, rows in before.items())
+    assert not used or all(map(torch.equal, rows(other), before))
     load_checkpoint(tmp_path / "run", other)
-    for name in ("host", "small", "large"):
-        assert torch.equal(other[name].read_rows(range(50)), saved[name].read_rows(range(50)))
-
-
-def test_table_that_fails_late_leaves_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, optimizer = build(tmp_path, ("host", "host"))
-    save_checkpoint(tmp_path / "run", model, optimizer)
-    step(model, optimizer, 1)
-    before, begin, calls = snapshot(model, optimizer), saving.begin_read, []
-
-    def fail(*args: Any, **options: Any) -> Any:
-        calls.append(args)
-        if len(calls) == 2:
-            raise FlatbedError("the second table")
-        return begin(*args, **options)
-
-    monkeypatch.setattr(saving, "begin_read", fail)
-    with pytest.raises(FlatbedError, match="second"):
-        load_checkpoint(tmp_path / "run", model, optimizer)
-    assert difference(snapshot(model, optimizer), before) is None
+    assert all(map(torch.equal, rows(other), rows(saved)))
 
 
 AT_EXIT = """
@@ -256,58 +223,39 @@ def flipped(file: Path, at: int, bit: int) -> None:
 
 
 def test_any_flipped_bit_is_found(tmp_path: Path) -> None:
-    model, optimizer = build(tmp_path, ("host", "host"))
-    step(model, optimizer, 1)
-    save_checkpoint(tmp_path / "run", model, optimizer, rng=True, extra={"epoch": 3})
-    step(model, optimizer, 2)
-    before, draw = snapshot(model, optimizer), random.Random(0)
-    files = [path for path in current(tmp_path / "run").iterdir() if path.name != ".flatbed"]
+    run, draw = Saved(tmp_path, ("host", "host"), rng=True, extra={"epoch": 3}), random.Random(0)
+    files = [path for path in run.version.iterdir() if path.name != ".flatbed"]
     assert len(files) == 7
     for file in files:
         good = file.read_bytes()
-        for _ in range(15):
-            flipped(file, draw.randrange(len(good)), draw.randrange(8))
+        flips = [partial(flipped, at=draw.randrange(len(good)), bit=draw.randrange(8)) for _ in range(15)]
+        for damage in (*flips, Path.unlink, partial(os.truncate, length=len(good) - 1)):
+            damage(file)
             with pytest.raises(DamagedFileError, match=file.name):
-                load_checkpoint(tmp_path / "run", model, optimizer)
+                run.load()
             file.write_bytes(good)
-    assert difference(snapshot(model, optimizer), before) is None
-    assert load_checkpoint(tmp_path / "run", model, optimizer) == {"epoch": 3}
+    assert difference(run.snapshot(), run.before) is None
+    assert run.load() == {"epoch": 3}
 
 
-def two_signs(data: bytearray) -> None:
-    """Flip the last bits of two words of 64 bits, whose sum stays."""
-    data[-4096 + 7] ^= 0x80
-    data[-4096 + 71] ^= 0x80
-
-
-def swapped_words(data: bytearray) -> None:
-    data[-4096:-4080] = data[-4088:-4080] + data[-4096:-4088]
-
-
-def swapped_pages(data: bytearray) -> None:
-    data[-8192:] = data[-4096:] + data[-8192:-4096]
-
-
-def longer(data: bytearray) -> None:
-    data.extend(bytes(8))
-
-
-def shorter(data: bytearray) -> None:
-    del data[-8:]
-
-
-@pytest.mark.parametrize("damage", [two_signs, swapped_words, swapped_pages, longer, shorter])
-def test_damage_of_several_words_is_found(damage: Callable[[bytearray], None], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: data[:-4096] + bytes(b ^ (0x80 * (i in (7, 71))) for i, b in enumerate(data[-4096:])),
+        lambda data: data[:-4096] + data[-4088:-4080] + data[-4096:-4088] + data[-4080:],
+        lambda data: data[:-8192] + data[-4096:] + data[-8192:-4096],
+        lambda data: data + bytes(8),
+    ],
+    ids=["two signs of equal sum", "swapped words", "swapped pages", "longer"],
+)
+def test_damage_of_several_words_is_found(damage: Callable[[bytes], bytes], tmp_path: Path) -> None:
     model = nn.Linear(64, 64, bias=False)  # four pages
     save_checkpoint(tmp_path, model)
     file = current(tmp_path) / "model.safetensors"
-    data = bytearray(file.read_bytes())
-    damage(data)
-    file.write_bytes(data)
-    with pytest.raises(DamagedFileError, match=r"model\.safetensors"):
-        load_checkpoint(tmp_path, model)
-    with pytest.raises(DamagedFileError, match=r"model\.safetensors"):
-        check_path(tmp_path)
+    file.write_bytes(damage(file.read_bytes()))
+    for read in (partial(load_checkpoint, model=model), check_path):
+        with pytest.raises(DamagedFileError, match=r"model\.safetensors"):
+            read(tmp_path)
 
 
 def test_checksums_that_are_numbers_are_compared(tmp_path: Path) -> None:
@@ -328,52 +276,46 @@ def test_checksums_that_are_numbers_are_compared(tmp_path: Path) -> None:
 
 def test_checkpoint_of_the_first_version_loads(tmp_path: Path) -> None:
     """Without checksums, without a token in the version's name, with tensors that lack the table's name."""
-    model, optimizer = build(tmp_path)
-    step(model, optimizer, 1)
-    save_checkpoint(tmp_path / "run", model, optimizer, extra={"epoch": 3})
-    before, version = snapshot(model, optimizer), current(tmp_path / "run")
-    model.first.table.save(version / "table-0.safetensors")
-    manifest = json.loads((version / "checkpoint.json").read_text())
+    run = Saved(tmp_path)
+    run.load()
+    run.model.first.table.save(run.version / "table-0.safetensors")
+    manifest = json.loads((run.version / "checkpoint.json").read_text())
     for key in ("files", "checksum", "schedulers", "scaler", "rng"):
         del manifest[key]
-    (version / "checkpoint.json").write_text(json.dumps(manifest))
-    version.rename(tmp_path / "run" / "v0000001")
-    (tmp_path / "run" / "CURRENT.json").write_text(
-        json.dumps({"token": manifest["token"], "version": "v0000001"})
-    )
-    step(model, optimizer, 2)
-    assert load_checkpoint(tmp_path / "run", model, optimizer) == {"epoch": 3}
-    assert difference(snapshot(model, optimizer), before) is None
+    (run.version / "checkpoint.json").write_text(json.dumps(manifest))
+    run.version.rename(run.folder / "v0000001")
+    about = {"token": manifest["token"], "version": "v0000001"}
+    (run.folder / "CURRENT.json").write_text(json.dumps(about))
+    run.assert_loads()
 
 
-def pipe(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
-
-
-def endless(path: Path) -> None:
-    path.unlink()
-    path.symlink_to("/dev/zero")
-
-
-@pytest.mark.parametrize("replace", [pipe, endless])
+@pytest.mark.parametrize("is_pipe", [True, False])
 @pytest.mark.parametrize("name", ["CURRENT.json", "checkpoint.json", "optimizer.json", "model.safetensors"])
-def test_pipes_and_devices_are_refused(name: str, replace: Callable[[Path], None], tmp_path: Path) -> None:
+def test_pipes_and_devices_are_refused(name: str, is_pipe: bool, tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters())
     save_checkpoint(tmp_path, model, optimizer)
-    replace(tmp_path / name if name == "CURRENT.json" else current(tmp_path) / name)
+    path = tmp_path / name if name == "CURRENT.json" else current(tmp_path) / name
+    path.unlink()
+    if is_pipe:
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/zero")
     with pytest.raises(FlatbedError, match=name):
         load_checkpoint(tmp_path, model, optimizer)
 
 
+def sealed(manifest: dict[str, Any]) -> str:
+    """A manifest with a right checksum."""
+    manifest.pop("checksum", None)
+    return json.dumps({**manifest, "checksum": zlib.crc32(json.dumps(manifest).encode())})
+
+
 def rewrite(path: Path, change: Callable[[Any], None]) -> None:
-    """Change a manifest as an attacker would, with a right checksum."""
+    """Change a manifest as an attacker would."""
     manifest = json.loads(path.read_text())
-    manifest.pop("checksum")
     change(manifest)
-    text = json.dumps(manifest)
-    path.write_text(json.dumps({**manifest, "checksum": zlib.crc32(text.encode())}))
+    path.write_text(sealed(manifest))
 
 
 @pytest.mark.parametrize("name", ["../../x", "/etc/passwd", "table-0.safetensors/../x", "", 3, ["x"]])
@@ -432,9 +374,7 @@ def test_hostile_json_gives_one_kind_of_error(tmp_path: Path) -> None:
         if name == "optimizer.json":
             files[name].write_text(json.dumps(found))
             manifest["files"][name] = zlib.crc32(files[name].read_bytes())
-        manifest.pop("checksum", None)
-        text = json.dumps(manifest)
-        files["checkpoint.json"].write_text(json.dumps({**manifest, "checksum": zlib.crc32(text.encode())}))
+        files["checkpoint.json"].write_text(sealed(manifest))
         try:
             load_checkpoint(folder, model, optimizers, scheduler=schedule, rng=True)
         except FlatbedError:
@@ -452,16 +392,22 @@ def test_check_command(tmp_path: Path) -> None:
 
     model, optimizer = build(tmp_path)
     step(model, optimizer, 1)
+    save_checkpoint(tmp_path / "copied", model, optimizer, copy_disk_tables=True)
     save_checkpoint(tmp_path / "run", model, optimizer)
     model.first.table.save(tmp_path / "t.safetensors")
     close(model)
-    files = [tmp_path / "run", tmp_path / "1.bed", tmp_path / "t.safetensors"]
-    for path, found in zip(
-        files, ("all 4 files", "rows are as they were written", "only header and size"), strict=True
-    ):
+    assert "1.bed" not in check_path(tmp_path / "copied")
+    assert check_path(tmp_path / "run").endswith(f"are in {tmp_path / '1.bed'}: check them, too")
+    expected = {
+        "run": "all 4 files",
+        "1.bed": "rows are as they were written",
+        "t.safetensors": "only header",
+    }
+    files = [tmp_path / name for name in expected]
+    for path in files:
         done = CliRunner().invoke(app, ["check", str(path)])
         assert done.exit_code == 0, done.output
-        assert found in done.output
+        assert expected[path.name] in done.output
     flipped(current(tmp_path / "run") / "table-0.safetensors", -100, 3)
     for path in files[1:]:
         os.truncate(path, path.stat().st_size - 1)
@@ -483,20 +429,15 @@ def test_keep_leaves_the_last_versions(tmp_path: Path) -> None:
     for number, version in enumerate(versions(), start=2):
         assert load_checkpoint(version, model) == {"number": number}
         assert values(model) == {number}
+    (tmp_path / "CURRENT.json").chmod(0o600)
     save_checkpoint(tmp_path, constant(5.0), keep=2)
+    assert (tmp_path / "CURRENT.json").stat().st_mode & 0o777 == 0o600
     assert len(versions()) == 2
     save_checkpoint(tmp_path, constant(6.0))
     assert versions() == [current(tmp_path)]
     for wrong in (0, -1, 1.0, True, None):
         with pytest.raises(ValueError, match="keep must be at least 1"):
             save_checkpoint(tmp_path, model, keep=wrong)  # type: ignore[arg-type]
-
-
-def test_modes_of_replaced_files_are_kept(tmp_path: Path) -> None:
-    save_checkpoint(tmp_path, constant(1.0))
-    (tmp_path / "CURRENT.json").chmod(0o600)
-    save_checkpoint(tmp_path, constant(2.0))
-    assert stat.S_IMODE((tmp_path / "CURRENT.json").stat().st_mode) == 0o600
 
 
 ALONE = """
@@ -522,12 +463,3 @@ def test_save_on_the_first_rank_alone_raises(tmp_path: Path) -> None:
     said = programs.run_all(*(Program(ALONE, [str(tmp_path), rank]) for rank in "01"))
     assert [ended.stdout for ended in said] == ["True\n", "True\n"], said
     assert not (tmp_path / "run").exists()
-
-
-def test_check_names_the_files_of_tables_on_disk(tmp_path: Path) -> None:
-    model = nn.ModuleList([flatbed.Embedding(5, 4, storage="disk", path=tmp_path / "a.bed")])
-    save_checkpoint(tmp_path / "run", model)
-    assert check_path(tmp_path / "run").endswith(f"are in {tmp_path / 'a.bed'}: check them, too")
-    save_checkpoint(tmp_path / "copied", model, copy_disk_tables=True)
-    assert "a.bed" not in check_path(tmp_path / "copied")
-    flatbed.tables(model)[0].close()

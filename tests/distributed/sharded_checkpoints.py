@@ -337,7 +337,7 @@ def a_rank_that_fails_to_load(folder: Path) -> None:
     for failing in {0, world - 1}:
         for patched in (
             mock.patch.object(saving, "begin_read", fail),
-            mock.patch.object(loading, "load_all", fail),
+            mock.patch.object(loading, "load_plain_state", fail),
             mock.patch.object(DiskStorage, "draft", fail),
         ):
             with (

@@ -149,6 +149,13 @@ CHECKPOINTS: list[Any] = [
     ),
     (
         "load_checkpoint",
+        "of DDP",
+        load_into(model, lambda: nn.ModuleDict({"module": model()})),
+        FlatbedError,
+        r"another model.*save and load ddp\.module",
+    ),
+    (
+        "load_checkpoint",
         "of another size",
         load_into(lambda: nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1))),
         FlatbedError,

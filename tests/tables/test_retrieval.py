@@ -6,6 +6,7 @@ import json
 import math
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from torch.nn import functional
 import flatbed
 import flatbed.optim
 from flatbed.errors import FlatbedError
+from flatbed.tables import retrieval
 from flatbed.tables.row_store import RowStore
 from flatbed.tables.storage import base
 from tests.tables.tables import DEVICES, STORAGES, Setup
@@ -103,7 +105,9 @@ def test_any_sizes_agree_with_a_stable_sort(data: Any) -> None:
     for value in special:
         weight[torch.randint(n_rows, ()), torch.randint(dim, ())] = value
     emb = flatbed.Embedding.from_pretrained(weight, padding_idx=padding_idx)
-    assert_equal(emb.topk(queries, k, chunk_rows=chunk_rows), reference(queries, weight, k, padding_idx))
+    with mock.patch.object(retrieval, "MAX_QUERIES", 3):  # more are split
+        found = emb.topk(queries, k, chunk_rows=chunk_rows)
+    assert_equal(found, reference(queries, weight, k, padding_idx))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -156,21 +160,9 @@ def test_queries_keep_their_shape_and_need_no_tensor() -> None:
     torch.testing.assert_close(alone, (values[1, 2], ids[1, 2]))
     torch.testing.assert_close(emb.topk(queries.detach().numpy(), 6), (values, ids))
     assert emb.topk(queries.detach().mT.contiguous().mT, 6)[1].equal(ids)
-
-
-def test_rows_can_be_queries() -> None:
-    emb = flatbed.Embedding.from_pretrained(torch.eye(2000, 30), cache_rows=8)
-    values, ids = emb.topk(emb.weight[:3].detach(), 1)
-    assert type(values) is Tensor
-    assert ids.tolist() == [[0], [1], [2]]
-    _, again = emb.topk(emb.read_rows([2, 1]), 1)
-    assert again.tolist() == [[2], [1]]
-
-
-def test_many_queries_are_split() -> None:
-    weight, queries = small_integers(2500, 3), small_integers(5000, 3)
-    emb = flatbed.Embedding.from_pretrained(weight)
-    assert_equal(emb.topk(queries, 2), reference(queries, weight, 2))
+    of_rows = emb.topk(emb.weight[:3].detach(), 1)
+    assert type(of_rows[0]) is Tensor
+    torch.testing.assert_close(of_rows, emb.topk(emb.read_rows([0, 1, 2]), 1))
 
 
 def test_a_row_of_zeros_has_cosine_zero() -> None:
@@ -184,15 +176,11 @@ def test_a_row_of_zeros_has_cosine_zero() -> None:
     ("queries", "k", "options", "kind", "message"),
     [
         (torch.ones(2, 5), 1, {}, ValueError, r"\(n, 4\).*found shape \(2, 5\)"),
-        (torch.tensor(1.0), 1, {}, ValueError, r"found shape \(\)"),
         (torch.ones(2, 4).long(), 1, {}, TypeError, "found torch.int64"),
-        ("queries", 1, {}, TypeError, "found str"),
         (torch.ones(2, 4), 10, {}, ValueError, "between 1 and 9.*padding_idx; found 10"),
-        (torch.ones(2, 4), 0, {}, ValueError, "found 0"),
         (torch.ones(2, 4), 2.5, {}, TypeError, "k must be an integer; found 2.5"),
         (torch.ones(2, 4), 1, {"metric": "l2"}, ValueError, "dot, cosine; found 'l2'"),
         (torch.ones(2, 4), 1, {"chunk_rows": 0}, ValueError, "at least 1; found 0"),
-        (torch.ones(2, 4), 1, {"chunk_rows": "all"}, TypeError, "chunk_rows must be an integer; found 'all'"),
     ],
 )
 def test_wrong_arguments(
@@ -209,8 +197,7 @@ def test_wrong_arguments(
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 
 
-@pytest.mark.parametrize("storage", STORAGES)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("storage", "dtype"), zip((*STORAGES, "host"), DTYPES, strict=True))
 def test_export(storage: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base, "CHUNK_BYTES", 1 << 12)  # several blocks
     weight = torch.randn(300, 5).to(dtype)
