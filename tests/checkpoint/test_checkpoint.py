@@ -110,33 +110,29 @@ TORCH_OPTIMIZERS: list[Any] = [
 def test_any_optimizer_of_torch(make: Any, tmp_path: Path) -> None:
     def training() -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(1)
-        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
+        model = nn.Conv2d(3, 4, 3)
         if not isinstance(make(model.parameters()), torch.optim.LBFGS):  # which takes no other strides
             model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         return model, make(model.parameters())
 
     def go_on(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        def closure() -> torch.Tensor:
-            optimizer.zero_grad()
-            loss: torch.Tensor = model(torch.arange(150.0).view(2, 3, 5, 5).sin()).square().sum()
-            loss.backward()
-            return loss
-
-        optimizer.step(closure)
+        for p in model.parameters():
+            p.grad = p.detach().sin()
+        optimizer.step(lambda: 1.0)
 
     first, other = training(), training()
     go_on(*first)
     save_checkpoint(tmp_path / "saved", *first)
     load_checkpoint(tmp_path / "saved", *other)
-    for ours, theirs in zip(
-        tree_leaves(other[1].state_dict()), tree_leaves(first[1].state_dict()), strict=True
-    ):
-        assert repr(ours) == repr(theirs)
-        assert not isinstance(ours, torch.Tensor) or ours.stride() == theirs.stride()
-    for made in (first, other):
-        go_on(*made)
-    for name, value in first[0].state_dict().items():
-        assert torch.equal(other[0].state_dict()[name], value), name
+    for _ in range(2):
+        states = (
+            tree_leaves((model.state_dict(), optimizer.state_dict())) for model, optimizer in (first, other)
+        )
+        for theirs, ours in zip(*states, strict=True):
+            assert repr(ours) == repr(theirs)
+            assert not isinstance(ours, torch.Tensor) or ours.stride() == theirs.stride()
+        go_on(*first)
+        go_on(*other)
 
 
 def test_model_without_optimizer(tmp_path: Path) -> None:
@@ -156,12 +152,6 @@ def test_model_without_optimizer(tmp_path: Path) -> None:
     after = snapshot(other, its)
     assert torch.equal(other.first.weight, model.first.weight)
     assert torch.equal(after["table 0 exp_avg"], state["table 0 exp_avg"])
-
-
-def test_model_without_tables_and_one_of_tables_alone(tmp_path: Path) -> None:
-    for n, model in enumerate((nn.Linear(2, 3), Embedding(4, 2), nn.Module())):
-        save_checkpoint(tmp_path / str(n), model)
-        assert load_checkpoint(tmp_path / str(n), model) == {}
 
 
 # ---- what is in the folder
@@ -234,28 +224,6 @@ def test_extra_state(tmp_path: Path) -> None:
 
 
 # ---- what does not fit: errors, and nothing has changed
-
-
-def replaced(old: str, new: str) -> Any:
-    return lambda path: path.write_text(path.read_text().replace(old, new))
-
-
-WRONG = {
-    "no groups": ("optimizer.json", lambda p: p.write_text("[]")),
-    "no manifest": ("checkpoint.json", Path.unlink),
-    "manifest": ("checkpoint.json", lambda p: p.write_text("{}")),
-    "manifest of another": ("checkpoint.json", replaced("token", "taken")),
-    "newer": ("checkpoint.json", replaced('"version": 1', '"version": 2')),
-    "current": ("../CURRENT.json", lambda p: p.write_text("[]")),
-    "current elsewhere": ("../CURRENT.json", lambda p: p.write_text('{"token": "a", "version": "../x"}')),
-}
-
-
-@pytest.mark.parametrize(("name", "change"), WRONG.values(), ids=WRONG.keys())
-def test_damaged_checkpoints(name: str, change: Any, tmp_path: Path) -> None:
-    run = Saved(tmp_path)
-    change(run.version / name)
-    run.assert_refuses("saved")
 
 
 def with_sgd(model: Model) -> Any:
@@ -590,20 +558,20 @@ def test_load_table_reads_one_table_of_a_folder(tmp_path: Path) -> None:
 
 
 def test_load_table_of_a_folder_needs_a_name_that_is_there(tmp_path: Path) -> None:
-    model, optimizer = build(tmp_path, ("host", "disk"))
-    save_checkpoint(tmp_path / "saved", model, optimizer)
-    for name in (None, "third"):
-        with pytest.raises(FlatbedError, match=r"first, second.*name"):
-            load_table(tmp_path / "saved", name=name)
+    run = Saved(tmp_path)
     own = re.escape(str(tmp_path / "1.bed"))
-    with pytest.raises(FlatbedError, match=rf"own file, {own}: flatbed.load_table\('{own}'\)"):
-        load_table(tmp_path / "saved", name="second")
+    for name, words in (
+        *((wrong, "first, second.*name") for wrong in (None, "third")),
+        ("second", rf"own file, {own}: flatbed.load_table\('{own}'\)"),
+    ):
+        with pytest.raises(FlatbedError, match=words):
+            load_table(run.folder, name=name)
+    file = run.version / "table-0.safetensors"
     with pytest.raises(ValueError, match="name is for folders"):
-        load_table(current(tmp_path / "saved") / "table-0.safetensors", name="first")
-    file = current(tmp_path / "saved") / "table-0.safetensors"
+        load_table(file, name="first")
     file.write_bytes(file.read_bytes()[:-1] + b"x")
     with pytest.raises(flatbed.errors.DamagedFileError, match="table-0"):
-        load_table(tmp_path / "saved", name="first")
+        load_table(run.folder, name="first")
     alone = Embedding(5, 2)
     save_checkpoint(tmp_path / "alone", alone)
     assert torch.equal(load_table(tmp_path / "alone").read_rows(range(5)), alone.table.read_rows(range(5)))

@@ -116,12 +116,9 @@ def test_extra_refuses_what_json_would_change(extra: Any, words: str, tmp_path: 
     with pytest.raises(TypeError, match=words):
         save_checkpoint(tmp_path / "run", nn.Linear(2, 2), extra=extra)
     assert not (tmp_path / "run").exists()
-
-
-def test_extra_comes_back_as_it_was(tmp_path: Path) -> None:
-    extra = {"a": [1, 2.5, None, True, "é"], "b": {"c": {}, "d": []}, "inf": float("inf"), "big": 2**80}
-    save_checkpoint(tmp_path, nn.Linear(2, 2), extra=extra)
-    assert load_checkpoint(tmp_path, nn.Linear(2, 2)) == extra
+    kept = {"a": [1, 2.5, None, True, "é"], "b": {"c": {}, "d": []}, "inf": float("inf"), "big": 2**80}
+    save_checkpoint(tmp_path, nn.Linear(2, 2), extra=kept)
+    assert load_checkpoint(tmp_path, nn.Linear(2, 2)) == kept
 
 
 def test_state_that_is_left_out_warns(tmp_path: Path) -> None:

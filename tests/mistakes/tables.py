@@ -136,10 +136,16 @@ TABLES: list[Mistake] = [
     mistake("Table.close", "used later", used_after_close, FlatbedError, r"is closed"),
     mistake("load_table", "no file", lambda f: flatbed.load_table(f / "none"), FlatbedError, r"check the"),
     mistake(
-        "load_table", "an array", lambda f: flatbed.load_table(array_file(f)), FlatbedError, r"is no table"
+        "load_table",
+        "an array",
+        lambda f: flatbed.load_table(array_file(f)),
+        FlatbedError,
+        r"of another kind",
     ),
-    mistake("load_table", "a pickle", lambda f: flatbed.load_table(pickled(f)), FlatbedError, "is no table"),
-    mistake("load_table", "a folder", flatbed.load_table, FlatbedError, r"no table's file at .*check the"),
+    mistake(
+        "load_table", "a pickle", lambda f: flatbed.load_table(pickled(f)), FlatbedError, "of another kind"
+    ),
+    mistake("load_table", "a folder", flatbed.load_table, FlatbedError, r"there is no file .*check the"),
     mistake("load_table", "a wrong device", loaded(device="gpu"), ValueError, r"\"cuda\".*'gpu'"),
     mistake("load_table", "disk into memory", loaded(storage="host"), ValueError, r"'host'.*table.save"),
     mistake(

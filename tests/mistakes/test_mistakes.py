@@ -75,8 +75,8 @@ TYPED = {
         ("{folder}/notes.txt append", r"notes.txt does not begin with a line of two numbers, words and dim"),
     ],
     "check": [
-        ("{folder}/missing", r"there is no table's file at .*missing"),
-        ("{folder}/notes.txt", r"notes.txt is no table's file, or it is damaged"),
+        ("{folder}/missing", r"there is no file .*missing"),
+        ("{folder}/notes.txt", r"notes.txt is missing, damaged or of another kind"),
         ("{folder}", r"holds no checkpoint"),
     ],
     "doctor": [

@@ -49,13 +49,12 @@ def test_parse(said: object, meant: Init) -> None:
     [
         *(
             (said, '"normal", "uniform", "zeros"')
-            for said in ("ones", True, None, (), ("normal", 1.0), ("zeros", 1, 2))
+            for said in ("ones", True, ("normal", 1.0), ("zeros", 1, 2))
         ),
         (math.nan, "value=nan"),
         (("normal", 0.0, -1.0), "std=-1.0"),
         (("normal", "0", 1.0), "mean='0'"),
         (("uniform", 1.0, 0.0), "low=1.0, high=0.0"),
-        (("uniform", 0.0, math.inf), "high=inf"),
     ],
     ids=str,
 )
@@ -93,6 +92,8 @@ def test_rows_do_not_depend_on_the_chunks(init: Init, dim: int, monkeypatch: pyt
         assert torch.equal(drawn(n_rows, dim, init, seed=7), whole)
     for start, stop in [(0, 1), (100, 101), (37, 206), (256, 257)]:
         assert torch.equal(drawn(stop - start, dim, init, first_row=start, seed=7), whole[start:stop])
+    far = 2**62
+    assert torch.equal(drawn(3, dim, init, first_row=far)[2], drawn(1, dim, init, first_row=far + 2)[0])
 
 
 @pytest.mark.parametrize("init", [CONSTANT, *RANDOM])
@@ -119,12 +120,6 @@ def test_dtypes_hold_the_rounded_values_between_other_bytes(init: Init, dtype: t
     assert (records[:, 16 + 9 * dtype.itemsize :] == 99).all()
 
 
-def test_rows_far_out() -> None:
-    far = 2**62
-    assert torch.equal(drawn(3, 128, first_row=far)[2], drawn(1, 128, first_row=far + 2)[0])
-    assert drawn(0, 8).shape == (0, 8)
-
-
 def test_draws_are_the_same_in_every_version() -> None:
     """Tables that grow, or are made again, must get the same rows from later versions."""
     uniform, normal = (drawn(1, 4, init, first_row=3, seed=5)[0] for init in (UNIFORM, NORMAL))
@@ -143,6 +138,7 @@ def test_seeds_differ() -> None:
     seeds = [0, 1, -1, 2**64, 2**64 + 1, -(2**64), 2**200]
     before, numpys = torch.get_rng_state(), np.random.get_state()[1].copy()  # noqa: NPY002
     rows = {tuple(row) for seed in seeds for row in drawn(100, 8, seed=seed).tolist()}
+    assert drawn(0, 8).shape == (0, 8)
     assert len(rows) == 100 * len(seeds)  # no seed draws another's rows in another order
     assert torch.equal(drawn(3, 16, seed=np.int64(5)), drawn(3, 16, seed=5))
     assert torch.equal(torch.get_rng_state(), before)

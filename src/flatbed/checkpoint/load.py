@@ -143,10 +143,7 @@ def _copied(value: Any, *, to_host: bool) -> Any:
                 return sharding.wrap(local_of(leaf).detach().clone())
             is_empty = leaf.is_meta or nn.parameter.is_lazy(leaf)
             return leaf if is_empty else leaf.detach().to("cpu" if to_host else leaf.device, copy=True)
-        try:
-            return copy.deepcopy(leaf)
-        except Exception:  # an object of the user's that cannot be copied
-            return leaf
+        return copy.deepcopy(leaf)
 
     return tree_map(copied, value)
 

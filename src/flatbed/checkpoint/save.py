@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -24,11 +25,12 @@ from flatbed.checkpoint.state import Packer, dense_state, plain_state, rng_state
 from flatbed.distributed.dense_shards import Sharding, whole
 from flatbed.distributed.ranks import Lockstep, communicating, world_size
 from flatbed.errors import FlatbedError
+from flatbed.progress import progress
 from flatbed.tables import saving
 from flatbed.tables.embedding import named_tables
-from flatbed.tables.files import as_path, write_text
+from flatbed.tables.files import BLOCK_BYTES, as_path, write_text
 from flatbed.tables.table import Table
-from flatbed.tables.tensor_file import write_tensors
+from flatbed.tables.tensor_file import TensorEntry, writing
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +108,8 @@ def save_checkpoint(
         training = Training.of(model, optimizer, scheduler, scaler)
         if type(keep) is not int or keep < 1:
             raise ValueError(f"keep must be at least 1, the version that is being saved; found {keep!r}")
-        manifest: dict[str, Any] = {"format": folders.FORMAT, "version": folders.FORMAT_VERSION}
-        manifest["extra"] = _checked_extra(extra)
+        manifest = {"format": folders.FORMAT, "version": folders.FORMAT_VERSION}
+        manifest |= {"extra": _checked_extra(extra), "files": {}}
         in_place = _tables_in_place(training, copy_disk_tables)
         lockstep.meet()
         random = _rng_of_all_ranks() if rng else []
@@ -118,12 +120,7 @@ def save_checkpoint(
             lockstep.undo = partial(_undo, version, token)
         lockstep.meet()
         version = folder / lockstep.of_first(version.name if lockstep.first else "")
-        files: dict[str, Any] = {}
-        manifest["files"] = files
-        manifest["model"] = _write_dense(version, training, files=files, lockstep=lockstep)
-        manifest["tables"] = _write_tables(version, training, in_place, files=files, lockstep=lockstep)
-        if lockstep.first:
-            _write_manifest(version, training, manifest, rng=random)
+        Version(version, training, lockstep, manifest).write(in_place, random)
         for name in in_place:
             store = training.tables[name]._store
             held.callback(store.disk_storage().release)
@@ -149,22 +146,23 @@ def _undo(version: Path, token: str) -> None:
 
 def _tables_in_place(training: Training, copy_disk_tables: bool) -> list[str]:
     """Return the names of tables whose rows stay in their own files; checks that the others can be saved."""
-    in_place = [name for name, table in training.tables.items() if table.storage == "disk"]
-    in_place = [] if copy_disk_tables else in_place
+    in_place, saved = [], [id(optimizer) for optimizer in training.optimizers]
     for name, table in training.tables.items():
-        if world_size() > 1 and name not in in_place and not table.replicate:
+        if table.storage == "disk" and not copy_disk_tables:
+            in_place.append(name)
+        elif world_size() > 1 and not table.replicate:
             raise FlatbedError(
                 "a table with replicate=False may differ from rank to rank, and a checkpoint is written by "
                 "the first rank alone: save it on every rank with table.save(path), and the rest without it"
             )
-    owners = [(name, table._owner) for name, table in training.tables.items() if table._owner is not None]
-    left_out = [(name, owner) for name, owner in owners if all(owner is not o for o in training.optimizers)]
-    for name, owner in left_out[:1]:
-        warnings.warn(
-            f"{type(owner).__name__}, which trains the table {name}, is not saved, and training cannot "
-            "be resumed from this checkpoint: pass it as optimizer",
-            stacklevel=3,
-        )
+    for name, table in training.tables.items():
+        if table._owner is not None and id(table._owner) not in saved:
+            warnings.warn(
+                f"{type(table._owner).__name__}, which trains the table {name}, is not saved, and training "
+                "cannot be resumed from this checkpoint: pass it as optimizer",
+                stacklevel=3,
+            )
+            break
     return in_place
 
 
@@ -191,99 +189,101 @@ def _rng_of_all_ranks() -> list[Any]:
     return states
 
 
-def _write_dense(
-    version: Path, training: Training, *, files: dict[str, Any], lockstep: Lockstep
-) -> dict[str, Any]:
-    """Write model and optimizers without tables, add checksums to `files`, and return the model's values.
+@dataclass(frozen=True, slots=True)
+class Version:
+    """A version of a folder that is being written. All ranks call its methods."""
 
-    The first rank writes. All ranks call this, since they exchange their parts of DTensors.
-    """
+    path: Path
+    training: Training
+    lockstep: Lockstep
+    manifest: dict[str, Any]
 
-    def write(name: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-        if lockstep.first:
-            files[name] = write_tensors(version / name, tensors, metadata, whole=partial(_whole, lockstep))
-        else:
-            for tensor in tensors.values():
-                _whole(lockstep, tensor)
+    def write(self, in_place: Collection[str], rng: list[Any]) -> None:
+        """Write all files, except for the rows of tables that stay in their own files."""
+        self._write_dense()
+        self._write_tables(in_place)
+        if self.lockstep.first:
+            self._write_others(rng)
+            folders.write_manifest(self.path, self.manifest)
 
-    packer = Packer(tied=True)
-    model = {name: packer.pack(value, name) for name, value in dense_state(training.model).items()}
-    # Ties are named in the metadata, as safetensors.torch.save_model does.
-    write("model.safetensors", packer.tensors, {"format": "pt", **packer.ties})
-    optimizers = []
-    for number, optimizer in enumerate(training.optimizers):
-        packer, name = Packer(), f"optimizer-{number}"
-        about = {"class": type(optimizer).__name__, "shapes": shapes_of(optimizer)}
-        optimizers.append({**about, "state": packer.pack(plain_state(optimizer), name)})
-        write(f"{name}.safetensors", packer.tensors, {"format": "pt"})
-    if lockstep.first:
-        text = json.dumps(optimizers)
-        write_text(version / OPTIMIZERS, text)
-        files[OPTIMIZERS] = zlib.crc32(text.encode())
-    return model
+    def _write_dense(self) -> None:
+        """Write model and optimizers without tables."""
+        packer = Packer(tied=True)
+        values = dense_state(self.training.model).items()
+        self.manifest["model"] = {name: packer.pack(value, name) for name, value in values}
+        self._write_tensors("model.safetensors", packer)
+        optimizers, self.manifest["n_optimizers"] = [], len(self.training.optimizers)
+        for number, optimizer in enumerate(self.training.optimizers):
+            packer, name = Packer(), f"optimizer-{number}"
+            about = {"class": type(optimizer).__name__, "shapes": shapes_of(optimizer)}
+            optimizers.append({**about, "state": packer.pack(plain_state(optimizer), name)})
+            self._write_tensors(f"{name}.safetensors", packer)
+        if self.lockstep.first:
+            text = json.dumps(optimizers)
+            write_text(self.path / OPTIMIZERS, text)
+            self.manifest["files"][OPTIMIZERS] = zlib.crc32(text.encode())
 
+    def _write_tensors(self, name: str, packer: Packer) -> None:
+        """Write a file on the first rank, to which the others send their parts of DTensors."""
+        if not self.lockstep.first:
+            for tensor in packer.tensors.values():
+                self._whole(tensor)
+            return
+        entries = [TensorEntry(key, value.dtype, tuple(value.shape)) for key, value in packer.tensors.items()]
+        metadata = {"format": "pt", **packer.ties}  # ties as in safetensors.torch.save_model
+        n_bytes = sum(entry.nbytes for entry in entries)
+        with (
+            writing(self.path / name, entries, metadata) as writer,
+            progress(f"saving {name}", n_bytes, "bytes") as advance,
+        ):
+            for key, tensor in packer.tensors.items():
+                offset, flat = 0, self._whole(tensor).reshape(-1)
+                for part in torch.split(flat, BLOCK_BYTES // tensor.dtype.itemsize):
+                    writer.write(key, offset, part)
+                    offset += part.nbytes
+                    advance(part.nbytes)
+        self.manifest["files"][name] = writer.checksums
 
-def _whole(lockstep: Lockstep, tensor: Tensor) -> Tensor:
-    """Return all elements of a tensor. All ranks call this for a DTensor."""
-    sharding = Sharding.of(tensor)
-    if sharding is None:
-        return tensor.detach()
-    if sharding.mesh.size() != world_size():
-        raise FlatbedError(
-            f"a parameter is sharded across {sharding.mesh.size()} of {world_size()} ranks, and a checkpoint "
-            "holds what all ranks share: save it with torch.distributed.checkpoint"
-        )
-    lockstep.meet()
-    with communicating(lockstep.doing):
-        return whole(tensor.detach())
+    def _whole(self, tensor: Tensor) -> Tensor:
+        """Return all elements of a tensor. All ranks call this for a DTensor."""
+        sharding = Sharding.of(tensor)
+        if sharding is None:
+            return tensor.detach()
+        if sharding.mesh.size() != world_size():
+            raise FlatbedError(
+                f"a parameter is sharded across {sharding.mesh.size()} of {world_size()} ranks, and a "
+                "checkpoint holds what all ranks share: save it with torch.distributed.checkpoint"
+            )
+        self.lockstep.meet()
+        with communicating(self.lockstep.doing):
+            return whole(tensor.detach())
 
+    def _write_tables(self, in_place: Collection[str]) -> None:
+        """Write tables, ranks of a sharded one together, and note where the rows of the others are."""
+        configs = {name: self.training.tables[name]._store.config for name in in_place}
+        self.manifest["paths"] = {name: str(config.path) for name, config in configs.items()}
+        self.manifest["shards"] = {
+            name: config.n_shards for name, config in configs.items() if config.n_shards > 1
+        }
+        tables = self.manifest["tables"] = {}
+        for number, (name, table) in enumerate(self.training.tables.items()):
+            file = tables[name] = None if name in in_place else f"table-{number}.safetensors"
+            if file is not None and (self.lockstep.first or table._shards is not None):
+                checksums = saving.write(table, self.path / file, self.lockstep, name=name)
+                self.manifest["files"][file] = checksums
 
-def _write_tables(
-    version: Path,
-    training: Training,
-    in_place: Collection[str],
-    *,
-    files: dict[str, Any],
-    lockstep: Lockstep,
-) -> dict[str, str | None]:
-    """Write the tables, and add checksums to `files`.
-
-    Returns the file of each table, None for those whose rows stay in their own files.
-    """
-    named: dict[str, str | None] = {}
-    for number, (name, table) in enumerate(training.tables.items()):
-        file = named[name] = None if name in in_place else f"table-{number}.safetensors"
-        if file is not None and (lockstep.first or table._shards is not None):
-            files[file] = saving.write(table, version / file, lockstep, name=name)
-    return named
-
-
-def _write_manifest(version: Path, training: Training, manifest: dict[str, Any], *, rng: list[Any]) -> None:
-    """Write other state, and the list of contents."""
-    packer, packed = Packer(), {}
-    for kind, things in (("scheduler", training.schedulers), ("scaler", training.scalers)):
-        packed[kind] = [
-            {"class": type(one).__name__, "state": packer.pack(one.state_dict(), f"{kind} {number}")}
-            for number, one in enumerate(things)
-        ]
-    manifest["rng"] = packer.pack(rng, "rng")
-    if packer.tensors:
-        name = "state.safetensors"
-        manifest["files"][name] = write_tensors(version / name, packer.tensors, {"format": "pt"})
-    in_place = [name for name, file in manifest["tables"].items() if file is None]
-    configs = {name: training.tables[name]._store.config for name in in_place}
-    manifest |= {
-        "n_optimizers": len(training.optimizers),
-        "schedulers": packed["scheduler"],
-        "scaler": next(iter(packed["scaler"]), None),
-        "paths": {name: str(config.path) for name, config in configs.items()},
-        "shards": {  # sharded tables, in a file of each rank
-            name: config.n_shards
-            for name, config in configs.items()
-            if training.tables[name]._shards is not None
-        },
-    }
-    folders.write_manifest(version, manifest)
+    def _write_others(self, rng: list[Any]) -> None:
+        """Write schedulers, scaler and random generators."""
+        packer, manifest = Packer(), self.manifest
+        for kind, things in (("schedulers", self.training.schedulers), ("scaler", self.training.scalers)):
+            manifest[kind] = [
+                {"class": type(one).__name__, "state": packer.pack(one.state_dict(), f"{kind} {number}")}
+                for number, one in enumerate(things)
+            ]
+        manifest["scaler"] = next(iter(manifest["scaler"]), None)
+        manifest["rng"] = packer.pack(rng, "rng")
+        if packer.tensors:
+            self._write_tensors("state.safetensors", packer)
 
 
 def _write_current(version: Path, token: str, *, keep: int) -> list[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -94,8 +94,24 @@ def _check_plain(tensor: Tensor, name: str) -> None:
         )
 
 
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{name!r} is no dtype")
+    return found
+
+
+DECODERS: dict[str, Callable[[Any], Any]] = {
+    "$tuple": tuple,
+    "$dict": dict,
+    "$counter": lambda pairs: Counter(dict(pairs)),
+    "$float": float,
+    "$dtype": _dtype,
+}
+
+
 def unpack(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Decode what `Packer.pack` encoded. Wrong values raise one of `saving.DAMAGE`."""
+    """Decode what `Packer.pack` encoded. Wrong values raise any error."""
     if isinstance(value, list):
         return [unpack(item, tensors) for item in value]
     if not isinstance(value, dict):
@@ -108,19 +124,9 @@ def unpack(value: Any, tensors: Mapping[str, Tensor]) -> Any:
         if made.untyped_storage().nbytes() != found.nbytes:
             raise ValueError(f"the strides {value['stride']} of '{value['$tensor']}' leave gaps")
         return torch.empty_strided(found.shape, value["stride"], dtype=found.dtype).copy_(found)
-    if "$tuple" in value:
-        return tuple(unpack(item, tensors) for item in value["$tuple"])
-    if "$dict" in value:
-        return {unpack(key, tensors): unpack(item, tensors) for key, item in value["$dict"]}
-    if "$counter" in value:
-        return Counter({unpack(key, tensors): unpack(item, tensors) for key, item in value["$counter"]})
-    if "$float" in value:
-        return float(value["$float"])
-    if "$dtype" in value:
-        found = getattr(torch, value["$dtype"])
-        if not isinstance(found, torch.dtype):
-            raise ValueError(f"{value['$dtype']!r} is no dtype")
-        return found
+    for mark, decode in DECODERS.items():
+        if mark in value:
+            return decode(unpack(value[mark], tensors))
     return {key: unpack(item, tensors) for key, item in value.items()}
 
 

@@ -22,10 +22,10 @@ from flatbed.tables.record import DTYPES, NAMES, WEIGHT, Field, Record
 from flatbed.tables.storage.base import row_blocks
 from flatbed.tables.storage.disk.format import is_disk_table
 from flatbed.tables.tensor_file import (
+    KINDS,
     RESERVED,
     TensorEntry,
     Writer,
-    entries_of,
     naming_damage,
     opened,
     writing,
@@ -104,7 +104,12 @@ def write(table: Table, path: Path, lockstep: Lockstep, *, name: str = "") -> di
     entries, metadata, scalars = _contents(table, name)
     record, shards, shared = table._store.record, table._shards, None
     if shards is not None:
-        check_all_ranks(shards)
+        if shards.channel.ranks != list(range(world_size())):
+            raise FlatbedError(
+                f"the rows of the table are sharded across the ranks {shards.channel.ranks} of "
+                f"{world_size()}, and a file is written by all of them: build the table without "
+                "process_group and mesh"
+            )
         shared = (shards.channel, lockstep)
     buffer = torch.empty(0, dtype=torch.uint8)  # for all copies: new ones would fragment memory
     with (
@@ -151,16 +156,6 @@ def _tensor(name: str, field: str) -> str:
     if not name:
         return field
     return name if field == WEIGHT else f"{name}.{field}"
-
-
-def check_all_ranks(shards: RowShards) -> None:
-    """Raise unless the rows are sharded across all ranks of the default process group."""
-    n_ranks = world_size()
-    if shards.channel.ranks != list(range(n_ranks)):
-        raise FlatbedError(
-            f"the rows of the table are sharded across the ranks {shards.channel.ranks} of {n_ranks}, and a "
-            "file is written by all of them: build the table without process_group and mesh"
-        )
 
 
 def _rows(table: Table) -> Iterator[tuple[range, Tensor, int]]:
@@ -240,10 +235,10 @@ def inspect(path: Path) -> TableFile:
             f'{path} is the file of a table with storage="disk", which flatbed.load_table opens in place: '
             "save that table (table.save(path)) to copy its rows"
         )
-    with opened(path, "table's file") as reader:
-        metadata, found = reader.metadata() or {}, entries_of(reader)
+    with opened(path) as reader:
+        metadata = reader.metadata() or {}
         if metadata.get("format") != FORMAT:
-            return _weights_of_torch(path, found, len(reader.keys()))
+            return _weights_of_torch(path, reader)
         if metadata.get("version") not in VERSIONS:
             raise FlatbedError(
                 f"{path} has version {metadata.get('version')} of the format, and this flatbed knows "
@@ -252,29 +247,31 @@ def inspect(path: Path) -> TableFile:
         with naming_damage(path):
             record = Record.described(json.loads(metadata["fields"]))
             about = dict(json.loads(metadata["table"]))
-            n_rows = int(about["num_embeddings"])
-            name = metadata.get("name", "")
+            n_rows, name = int(about["num_embeddings"]), metadata.get("name", "")
             for field in record.fields:
-                expected = TensorEntry(_tensor(name, field.name), field.dtype, (n_rows, field.count))
-                if found[expected.name] != expected:
-                    raise ValueError(f"{found[expected.name]} instead of {expected}")
+                part = reader.get_slice(_tensor(name, field.name))
+                found = part.get_dtype(), part.get_shape()
+                if found != (KINDS[field.dtype], [n_rows, field.count]):
+                    raise ValueError(f"found {found} for {field} of {n_rows} rows")
             keys = dict(json.loads(metadata["scalars"]))
-            scalars = {name: float(reader.get_tensor(found[key].name)) for name, key in keys.items()}
+            scalars = {name: float(reader.get_tensor(key)) for name, key in keys.items()}
             contents = TableFile(path, n_rows, record, scalars, about, name)
             contents.config("host")
     return contents
 
 
-def _weights_of_torch(path: Path, found: Mapping[str, TensorEntry], n_tensors: int) -> TableFile:
+def _weights_of_torch(path: Path, reader: Any) -> TableFile:
     """A safetensors file with the weights of an nn.Embedding, and nothing else."""
-    weight = found.get(WEIGHT)
-    if weight is None or n_tensors != 1 or len(weight.shape) != 2 or weight.dtype not in NAMES:
-        held = ", ".join(f"{e.name} {e.shape} of {e.dtype}" for e in list(found.values())[:4]) or "nothing"
+    parts = {name: reader.get_slice(name) for name in reader.keys()}  # noqa: SIM118
+    found = {name: (part.get_dtype(), part.get_shape()) for name, part in parts.items()}
+    kind, shape = found.get(WEIGHT, ("", []))
+    dtypes = [dtype for dtype in NAMES if KINDS[dtype] == kind]
+    if len(found) != 1 or not dtypes or len(shape) != 2:
         raise FlatbedError(
             f"{path} is no table: expected a file of table.save(), or one with a tensor 'weight' (rows, dim) "
-            f"of {', '.join(DTYPES)} and nothing else; found {held}"
+            f"of {', '.join(DTYPES)} and nothing else; found {str(found)[:200]}"
         )
-    return TableFile(path, weight.shape[0], Record((Field(WEIGHT, weight.dtype, weight.shape[1]),)), {}, {})
+    return TableFile(path, shape[0], Record((Field(WEIGHT, dtypes[0], shape[1]),)), {}, {})
 
 
 def check_fit(table: Table, found: TableFile, *, with_state: bool = True) -> None:

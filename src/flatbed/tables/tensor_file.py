@@ -12,7 +12,7 @@ import secrets
 import struct
 import sys
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -33,6 +33,7 @@ from flatbed.tables.storage.disk.checked_records import row_sums, submit
 
 SUM_BYTES = 4096  # under one sum of a checksum: part of the format of checkpoints
 SYNC_BYTES = 1 << 28  # written between syncs, so that a long save answers Control-C
+MANY_BYTES = 1 << 20  # from which a thread for the checksum pays off: it takes 40 µs
 RESERVED = "__metadata__"  # key of the header that is no tensor
 HEADER_LIMIT = 100_000_000  # bytes, as in the safetensors library
 
@@ -53,9 +54,6 @@ KINDS = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }
-DTYPES = {kind: dtype for dtype, kind in KINDS.items()}
-
-PageSums = Callable[[memoryview], bytes]
 
 Shared = tuple[Channel, Lockstep]
 """Ranks that write a file together: the channel for their checksums, and the block that they are in."""
@@ -97,31 +95,32 @@ def _layout(entries: Sequence[TensorEntry], metadata: Mapping[str, str]) -> tupl
 # ---- checksums
 
 
-def _page_sums(pages: memoryview) -> bytes:
-    return row_sums(np.frombuffer(pages, f"V{SUM_BYTES}")).tobytes()
-
-
-def _old_page_sums(pages: memoryview) -> bytes:
-    words = np.frombuffer(pages, np.uint64).reshape(-1, SUM_BYTES // 8)
-    return bytes(words.sum(1).data)
-
-
 class Checksum:
     """CRC-32 of the sums of pages, of bytes given in order: 7 GB/s on a core, where zlib.crc32 does 0.9 to 4.
 
     It finds any changed bit or word, words and pages in another place, and pages that are zero or stale.
     """
 
-    def __init__(self, page_sums: PageSums = _page_sums) -> None:
-        self._page_sums = page_sums
+    def __init__(self) -> None:
         self._crc = 0
         self._rest = b""
+
+    @staticmethod
+    def page_sums(pages: memoryview) -> bytes:
+        """Return the sums of whole pages."""
+        return row_sums(np.frombuffer(pages, f"V{SUM_BYTES}")).tobytes()
+
+    def shortened(self, offset: int, data: memoryview) -> tuple[bytes, bytes, bytes]:
+        """Return the end of a page that was begun before, the sums of whole pages, and the rest."""
+        begin = min(-offset % SUM_BYTES, len(data))
+        end = begin + (len(data) - begin) // SUM_BYTES * SUM_BYTES
+        return bytes(data[:begin]), self.page_sums(data[begin:end]), bytes(data[end:])
 
     def add(self, begin: bytes, sums: bytes, end: bytes) -> None:
         """Add bytes that `shortened` has shortened."""
         self._rest += begin
         if len(self._rest) == SUM_BYTES:
-            self._crc, self._rest = zlib.crc32(self._page_sums(memoryview(self._rest)), self._crc), b""
+            self._crc, self._rest = zlib.crc32(self.page_sums(memoryview(self._rest)), self._crc), b""
         self._crc = zlib.crc32(sums, self._crc)
         self._rest += end
 
@@ -131,11 +130,13 @@ class Checksum:
         return f"{zlib.crc32(self._rest, self._crc):08x}"
 
 
-def shortened(offset: int, data: memoryview, page_sums: PageSums = _page_sums) -> tuple[bytes, bytes, bytes]:
-    """Shorten bytes from an offset on: those of a page begun before, sums of whole pages, and the rest."""
-    begin = min(-offset % SUM_BYTES, len(data))
-    end = begin + (len(data) - begin) // SUM_BYTES * SUM_BYTES
-    return bytes(data[:begin]), page_sums(data[begin:end]), bytes(data[end:])
+class OldChecksum(Checksum):
+    """The checksum of earlier versions, a number in their manifests."""
+
+    @staticmethod
+    def page_sums(pages: memoryview) -> bytes:
+        words = np.frombuffer(pages, np.uint64).reshape(-1, SUM_BYTES // 8)
+        return bytes(words.sum(1).data)
 
 
 # ---- writing
@@ -159,16 +160,20 @@ class Writer:
     def write(self, name: str, offset: int, values: Tensor) -> None:
         """Write a part of a tensor, on any device, or of the header (""), from a byte of it on."""
         data = values.detach().contiguous().reshape(-1).cpu().view(torch.uint8).numpy().data
-        adding = submit(self._pool, self._add, name, offset, data)
+        is_large = len(data) >= MANY_BYTES
+        adding = submit(self._pool, self._add, name, offset, data) if is_large else None
         write_at(self._descriptor, self._starts[name] + offset, data)
-        adding.result()
+        if adding is None:
+            self._add(name, offset, data)
+        else:
+            adding.result()
         self._n_unsynced += len(data)
         if self._n_unsynced >= SYNC_BYTES:
             os.fsync(self._descriptor)
             self._n_unsynced = 0
 
     def _add(self, name: str, offset: int, data: memoryview) -> None:
-        sums = shortened(offset, data)
+        sums = self._sums[name].shortened(offset, data)
         if self._shared is None:
             self._sums[name].add(*sums)
         else:
@@ -233,74 +238,34 @@ def writing(
             writer.meet()
 
 
-def write_tensors(
-    path: Path,
-    tensors: Mapping[str, Tensor],
-    metadata: Mapping[str, str],
-    *,
-    whole: Callable[[Tensor], Tensor] = Tensor.detach,
-) -> dict[str, str]:
-    """Write a safetensors file of tensors on any device; returns its checksums.
-
-    `whole` gives all elements of a tensor, one tensor after the other.
-    """
-    entries = [TensorEntry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
-    total = sum(entry.nbytes for entry in entries)
-    with (
-        writing(path, entries, metadata) as writer,
-        progress(f"saving {path.name}", total, "bytes") as advance,
-    ):
-        for entry in entries:
-            flat, step = whole(tensors[entry.name]).reshape(-1), BLOCK_BYTES // entry.dtype.itemsize
-            for first in range(0, flat.numel(), step):
-                part = flat[first : first + step]
-                writer.write(entry.name, first * entry.dtype.itemsize, part)
-                advance(part.nbytes)
-    return writer.checksums
-
-
 # ---- reading
 
 
 @contextmanager
 def naming_damage(path: Path) -> Iterator[None]:
-    """Turn errors that a missing or damaged file causes into a `DamagedFileError`."""
+    """Turn any error of reading a file into a `DamagedFileError`."""
     try:
         yield
-    except FlatbedError:
+    except (FlatbedError, MemoryError):
         raise
-    except (
-        OSError,
-        LookupError,
-        TypeError,
-        ValueError,
-        RuntimeError,
-        AttributeError,
-        ArithmeticError,
-    ) as error:
+    except Exception as error:
         raise DamagedFileError(
-            f"{path} is missing or damaged ({type(error).__name__}: {error}): restore it from a copy"
+            f"{path} is missing, damaged or of another kind ({type(error).__name__}: {error}): check the "
+            "path, or restore it from a copy"
         ) from error
 
 
 @contextmanager
-def opened(path: Path, what: str = "safetensors file") -> Iterator[Any]:
-    """Open a file with the library's reader; wrong files raise `FlatbedError`."""
+def opened(path: Path) -> Iterator[Any]:
+    """Open a file with the library's reader."""
     import safetensors
 
     if not path.is_file():
-        raise FlatbedError(f"there is no {what} at {path}: check the path")
-    try:
-        reader: Any = safetensors.safe_open(str(path), framework="pt", device="cpu")
-        reader.__enter__()
-    except (safetensors.SafetensorError, OSError, ValueError) as error:
-        raise DamagedFileError(
-            f"{path} is no {what}, or it is damaged ({error}): check the path, or restore it from a copy"
-        ) from error
-    try:
+        raise FlatbedError(f"there is no file {path}: check the path")
+    with ExitStack() as stack:
+        with naming_damage(path):
+            reader = stack.enter_context(safetensors.safe_open(str(path), framework="pt", device="cpu"))
         yield reader
-    finally:
-        reader.__exit__(None, None, None)
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -318,13 +283,12 @@ def check_tensors(path: Path, checksums: Any, part: slice = slice(None)) -> None
     ):
         head = file.read(8)
         text = file.read(min(int.from_bytes(head, "little"), HEADER_LIMIT))
-        page_sums = _page_sums
-        if isinstance(checksums[""], int):  # of an earlier version
-            page_sums = _old_page_sums
-            checksums = {name: f"{value:08x}" for name, value in checksums.items()}
-        found = {name: Checksum(page_sums) for name in checksums}
-        found[""].add(*shortened(0, memoryview(head + text), page_sums))
-        if found[""].value != checksums[""]:
+        kind = Checksum
+        if isinstance(checksums[""], int):
+            kind, checksums = OldChecksum, {name: f"{value:08x}" for name, value in checksums.items()}
+        checksum = kind()
+        checksum.add(*checksum.shortened(0, memoryview(head + text)))
+        if checksum.value != checksums[""]:
             raise ValueError("the checksum of its header is wrong")
         header = json.loads(text)
         ends = [header[name]["data_offsets"][1] for name in header.keys() - {RESERVED}]
@@ -333,23 +297,13 @@ def check_tensors(path: Path, checksums: Any, part: slice = slice(None)) -> None
         buffer = bytearray(min(BLOCK_BYTES, path.stat().st_size))
         names = sorted(checksums.keys() - {""}, key=lambda name: header[name]["data_offsets"])
         for name in names[part]:
-            start, stop = header[name]["data_offsets"]
+            checksum, (start, stop) = kind(), header[name]["data_offsets"]
             file.seek(8 + len(text) + start)
             for at in range(start, stop, BLOCK_BYTES):
                 block = memoryview(buffer)[: stop - at]
                 if file.readinto(block) < len(block):
                     raise ValueError(f"it ends within '{name}'")
-                found[name].add(*shortened(at - start, block, page_sums))
+                checksum.add(*checksum.shortened(at - start, block))
                 advance(len(block))
-            if found[name].value != checksums[name]:
+            if checksum.value != checksums[name]:
                 raise ValueError(f"the checksum of '{name}' is wrong")
-
-
-def entries_of(reader: Any) -> dict[str, TensorEntry]:
-    """List the tensors of an open file, without those of dtypes that torch does not have."""
-    found = {}
-    for name in reader.keys():  # noqa: SIM118
-        part = reader.get_slice(name)
-        if part.get_dtype() in DTYPES:
-            found[name] = TensorEntry(name, DTYPES[part.get_dtype()], tuple(part.get_shape()))
-    return found
