@@ -68,7 +68,9 @@ def load_table(
         raise FlatbedError(f"{target} exists already: load it, choose another path, or delete it first")
     is_checkpoint = (path / CURRENT).exists() or (path / MANIFEST).exists()
     with _in_checkpoint(path, name) if is_checkpoint else nullcontext(path) as file:
-        table = Table(inspect(file).config(storage, target), device=device, replicate=replicate)
+        found = inspect(file)
+        config = config_of(found.about, found.n_rows, found.record.weight, storage=storage, path=target)
+        table = Table(config, device=device, replicate=replicate)
         load(table, file)
     return table
 

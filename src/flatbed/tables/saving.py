@@ -52,10 +52,6 @@ class TableFile:
     name: str = ""
     """Name of the table in a model, if its tensors have that name."""
 
-    def config(self, storage: str, path: Path | None = None) -> Config:
-        """The config of a table like this one."""
-        return config_of(self.about, self.n_rows, self.record.weight, storage=storage, path=path)
-
 
 def describe(config: Config) -> dict[str, Any]:
     """Return what the file of a table, or its pickle, says of it besides its fields, as JSON values."""
@@ -255,9 +251,8 @@ def inspect(path: Path) -> TableFile:
                     raise ValueError(f"found {found} for {field} of {n_rows} rows")
             keys = dict(json.loads(metadata["scalars"]))
             scalars = {name: float(reader.get_tensor(key)) for name, key in keys.items()}
-            contents = TableFile(path, n_rows, record, scalars, about, name)
-            contents.config("host")
-    return contents
+            config_of(about, n_rows, record.weight, storage="host")  # raises if it does not fit
+    return TableFile(path, n_rows, record, scalars, about, name)
 
 
 def _weights_of_torch(path: Path, reader: Any) -> TableFile:
