@@ -5,12 +5,12 @@ from __future__ import annotations
 import errno
 import gc
 import json
-import os
 import re
 import shutil
 import sys
 from collections import Counter
 from contextlib import _GeneratorContextManager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import pytest
 import safetensors.torch
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 import flatbed
 from flatbed.checkpoint import load_checkpoint, save_checkpoint
@@ -26,17 +27,13 @@ from flatbed.errors import FlatbedError
 from flatbed.tables.embedding import Embedding, tables
 from flatbed.tables.storage.disk import storage
 from tests import programs
+from tests.checkpoint.saved import Saved, current
 from tests.programs import Program
 from tests.tables.storage.disk import crash_model
 from tests.tables.training import Expected, Model, Operations, build, close, difference, snapshot, step
 
 ROOT = Path(__file__).parents[2]
 PAIRS = [("host", "disk"), ("device", "host"), ("disk", "disk")]
-
-
-def current(folder: Path) -> Path:
-    found: str = json.loads((folder / "CURRENT.json").read_text())["version"]
-    return folder / found
 
 
 # ---- there and back
@@ -59,21 +56,11 @@ def test_resumed_training_equals_uninterrupted_training(
     model, optimizer = build(tmp_path, storages)
     assert load_checkpoint(tmp_path / "saved", model, optimizer) == {"step": 6}
     assert difference(snapshot(model, optimizer), expected.at(6)) is None
-    for number in range(7, 10):
-        step(model, optimizer, number)
-    assert difference(snapshot(model, optimizer), expected.at(9)) is None
-
-
-def test_going_back_in_the_same_process(tmp_path: Path) -> None:
-    model, optimizer = build(tmp_path)
-    step(model, optimizer, 1)
-    save_checkpoint(tmp_path / "saved", model, optimizer)
-    before = snapshot(model, optimizer)
-    for _ in range(2):
-        step(model, optimizer, 2)
-        assert difference(snapshot(model, optimizer), before) is not None
-        assert load_checkpoint(tmp_path / "saved", model, optimizer) == {}
-        assert difference(snapshot(model, optimizer), before) is None
+    for _ in range(2):  # also back in the same process
+        for number in range(7, 10):
+            step(model, optimizer, number)
+        assert difference(snapshot(model, optimizer), expected.at(9)) is None
+        load_checkpoint(tmp_path / "saved", model, optimizer)
 
 
 OPTIMIZERS: dict[str, Any] = {
@@ -109,61 +96,43 @@ def test_every_kind_of_optimizer_resumes(make: Any, tmp_path: Path) -> None:
     assert difference(snapshot(second, other), snapshot(first, optimizers)) is None
 
 
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
-        (torch.optim.Adam, {"lr": torch.tensor(0.01), "amsgrad": True}),
-        (torch.optim.AdamW, {"lr": 0.01, "fused": True}),
-        (torch.optim.Rprop, {}),
-        (torch.optim.ASGD, {}),
-        (torch.optim.LBFGS, {"max_iter": 3}),
-        (torch.optim.Adafactor, {}),
-    ],
-    ids=lambda v: getattr(v, "__name__", ""),
-)
-def test_any_optimizer_of_torch(kind: Any, options: dict[str, Any], tmp_path: Path) -> None:
-    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+TORCH_OPTIMIZERS: list[Any] = [
+    lambda p: torch.optim.Adam(p, lr=torch.tensor(0.01), amsgrad=True),
+    lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    torch.optim.Rprop,
+    torch.optim.ASGD,
+    lambda p: torch.optim.LBFGS(p, max_iter=3),
+    torch.optim.Adafactor,
+]
+
+
+@pytest.mark.parametrize("make", TORCH_OPTIMIZERS)
+def test_any_optimizer_of_torch(make: Any, tmp_path: Path) -> None:
+    def training() -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(1)
-        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
-        if kind is not torch.optim.LBFGS:  # which takes no other strides
+        model = nn.Conv2d(3, 4, 3)
+        if not isinstance(make(model.parameters()), torch.optim.LBFGS):  # which takes no other strides
             model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        return model, kind(model.parameters(), **options)
+        return model, make(model.parameters())
 
     def go_on(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        batch = torch.randn(2, 3, 5, 5, generator=torch.Generator().manual_seed(3))
+        for p in model.parameters():
+            p.grad = p.detach().sin()
+        optimizer.step(lambda: 1.0)
 
-        def closure() -> torch.Tensor:
-            optimizer.zero_grad()
-            loss: torch.Tensor = model(batch).square().sum()
-            loss.backward()
-            return loss
-
-        optimizer.step(closure)
-
-    first, other = make(), make()
+    first, other = training(), training()
     go_on(*first)
     save_checkpoint(tmp_path / "saved", *first)
     load_checkpoint(tmp_path / "saved", *other)
-    assert repr(other[1].state_dict()["param_groups"]) == repr(first[1].state_dict()["param_groups"])
-    strides = [
-        [v.stride() for held in made[1].state.values() for v in held.values() if isinstance(v, torch.Tensor)]
-        for made in (first, other)
-    ]
-    assert strides[0] == strides[1]
-    for made in (first, other):
-        go_on(*made)
-        go_on(*made)
-    for name, value in first[0].state_dict().items():
-        assert torch.equal(other[0].state_dict()[name], value), name
-
-
-def test_file_in_place_of_a_folder_raises(tmp_path: Path) -> None:
-    model = nn.Linear(2, 2)
-    torch.save(model.state_dict(), tmp_path / "x.pt")
-    for act in (load_checkpoint, save_checkpoint):
-        with pytest.raises(FlatbedError, match=r"x\.pt is a file, .* is a folder: .*torch\.load"):
-            act(tmp_path / "x.pt", model)
+    for _ in range(2):
+        states = (
+            tree_leaves((model.state_dict(), optimizer.state_dict())) for model, optimizer in (first, other)
+        )
+        for theirs, ours in zip(*states, strict=True):
+            assert repr(ours) == repr(theirs)
+            assert not isinstance(ours, torch.Tensor) or ours.stride() == theirs.stride()
+        go_on(*first)
+        go_on(*other)
 
 
 def test_model_without_optimizer(tmp_path: Path) -> None:
@@ -185,25 +154,7 @@ def test_model_without_optimizer(tmp_path: Path) -> None:
     assert torch.equal(after["table 0 exp_avg"], state["table 0 exp_avg"])
 
 
-def test_model_without_tables_and_one_of_tables_alone(tmp_path: Path) -> None:
-    for n, model in enumerate((nn.Linear(2, 3), Embedding(4, 2), nn.Module())):
-        save_checkpoint(tmp_path / str(n), model)
-        assert load_checkpoint(tmp_path / str(n), model) == {}
-
-
 # ---- what is in the folder
-
-
-def test_a_model_in_a_wrapper_is_another_model(tmp_path: Path) -> None:
-    model = nn.Linear(2, 2)
-    wrapped = nn.Module()
-    wrapped.module = model  # as DDP names it
-    save_checkpoint(tmp_path / "wrapped", wrapped)
-    with pytest.raises(FlatbedError, match=r"another model.*ddp\.module"):
-        load_checkpoint(tmp_path / "wrapped", model)
-    save_checkpoint(tmp_path / "plain", model)
-    with pytest.raises(FlatbedError, match=r"another model.*ddp\.module"):
-        load_checkpoint(tmp_path / "plain", wrapped)
 
 
 def test_files_are_readable_without_flatbed(tmp_path: Path) -> None:
@@ -239,7 +190,6 @@ def test_old_versions_go_and_other_files_stay(tmp_path: Path) -> None:
         (folder / name / "model.safetensors").write_bytes(b"half")
     (folder / ".old-v0000007").mkdir()  # left by an interrupted removal
     (folder / ".old-v0000007" / "x").touch()
-    (folder / ".new").touch()
     (folder / "v0000005").mkdir()  # the user's
     (folder / "v0000005" / "precious").touch()
     for _ in range(3):
@@ -276,167 +226,61 @@ def test_extra_state(tmp_path: Path) -> None:
 # ---- what does not fit: errors, and nothing has changed
 
 
-WRONG = {
-    "no model": ("model.safetensors", Path.unlink),
-    "model cut": ("model.safetensors", lambda p: os.truncate(p, p.stat().st_size - 1)),
-    "no table": ("table-0.safetensors", Path.unlink),
-    "table cut": ("table-0.safetensors", lambda p: os.truncate(p, 100)),
-    "no optimizer": ("optimizer-0.safetensors", Path.unlink),
-    "no groups": ("optimizer.json", Path.unlink),
-    "empty groups": ("optimizer.json", lambda p: p.write_text("[]")),
-    "no manifest": ("checkpoint.json", Path.unlink),
-    "manifest": ("checkpoint.json", lambda p: p.write_text("{}")),
-    "manifest no JSON": ("checkpoint.json", lambda p: p.write_text("{")),
-    "manifest of another": (
-        "checkpoint.json",
-        lambda p: p.write_text(p.read_text().replace("token", "taken")),
-    ),
-    "newer": (
-        "checkpoint.json",
-        lambda p: p.write_text(p.read_text().replace('"version": 1', '"version": 2')),
-    ),
-    "current": ("../CURRENT.json", lambda p: p.write_text("[]")),
-    "current elsewhere": ("../CURRENT.json", lambda p: p.write_text('{"token": "a", "version": "../x"}')),
+def with_sgd(model: Model) -> Any:
+    for table in tables(model):
+        table.drop_state()
+    return flatbed.optim.SGD(model, lr=0.1, momentum=0.9)
+
+
+OTHERS: dict[str, Any] = {
+    "rows": (lambda m: setattr(m, "second", Embedding(41, 4)), "40 × 4.*41 × 4"),
+    "state": (with_sgd, "exp_avg.*SGD keeps momentum_buffer"),
+    "groups": (lambda m: torch.optim.Adam([{"params": [p]} for p in m.norm.parameters()]), "shapes"),
+    "order": (lambda m: torch.optim.Adam([m.norm.weight, m.norm.bias, m.one.weight, m.frozen]), "shapes"),
 }
 
 
-@pytest.mark.parametrize(("name", "change"), WRONG.values(), ids=WRONG.keys())
-def test_damaged_checkpoints(name: str, change: Any, tmp_path: Path) -> None:
-    model, optimizer = build(tmp_path)
-    step(model, optimizer, 1)
-    save_checkpoint(tmp_path / "saved", model, optimizer)
-    step(model, optimizer, 2)
-    before = snapshot(model, optimizer)
-    change(current(tmp_path / "saved") / name)
-    with pytest.raises(FlatbedError, match="saved"):
-        load_checkpoint(tmp_path / "saved", model, optimizer)
-    assert difference(snapshot(model, optimizer), before) is None
-
-
-def another(kind: str, folder: Path) -> tuple[nn.Module, Any]:
-    model, optimizer = build(folder, ("host", "host"))
-    if kind == "parameter":
-        model.more = nn.Parameter(torch.zeros(1))
-    elif kind == "shape":
-        model.frozen = nn.Parameter(torch.zeros(3), requires_grad=False)
-    elif kind == "rows":
-        model.second = Embedding(41, 4)
-        optimizer = None
-    elif kind == "no table":
-        model.second = nn.Embedding(40, 4)  # type: ignore[assignment]
-        optimizer = None
-    elif kind == "state":
-        for table in tables(model):
-            table.drop_state()
-        optimizer = flatbed.optim.SGD(model, lr=0.1, momentum=0.9)
-    elif kind == "groups":
-        optimizer = torch.optim.Adam([{"params": [model.one.weight]}, {"params": model.norm.parameters()}])
-    elif kind == "order":
-        params = [model.norm.weight, model.norm.bias, model.one.weight, model.frozen]
-        optimizer = torch.optim.Adam(params)
-    elif kind == "optimizers":
-        optimizer = [optimizer, torch.optim.SGD(model.parameters())]
-    return model, optimizer
-
-
-@pytest.mark.parametrize(
-    ("kind", "words"),
-    [
-        ("parameter", "lacks .'more'"),
-        ("shape", r"'frozen' is \(2,\).*\(3,\)"),
-        ("rows", "40 × 4.*41 × 4"),
-        ("no table", "second.weight"),
-        ("state", "exp_avg.*SGD keeps momentum_buffer"),
-        ("groups", "shapes"),
-        ("order", "shapes"),
-        ("optimizers", "1 optimizers; found 2"),
-    ],
-)
-def test_another_model(kind: str, words: str, tmp_path: Path) -> None:
-    model, optimizer = build(tmp_path, ("host", "host"))
-    step(model, optimizer, 1)
-    save_checkpoint(tmp_path / "saved", model, optimizer)
-    other, its = another(kind, tmp_path)
-    before = snapshot(other, its)
-    with pytest.raises(FlatbedError, match=words):
-        load_checkpoint(tmp_path / "saved", other, its)
-    assert difference(snapshot(other, its), before) is None
-
-
-def test_optimizers_are_put_back_if_a_later_one_refuses(tmp_path: Path) -> None:
-    model = nn.Linear(2, 2)
-    optimizers = [torch.optim.Adam(model.parameters(), lr=0.1), torch.optim.SGD(model.parameters(), lr=0.1)]
-    save_checkpoint(tmp_path / "saved", model, optimizers)
-    optimizers[0].param_groups[0]["lr"] = 0.7
-    before = model.weight.detach().clone()
-    nn.init.zeros_(model.weight)
-
-    def refuse(*_: Any) -> None:
-        raise RuntimeError("no")
-
-    optimizers[1].register_load_state_dict_pre_hook(refuse)
-    with pytest.raises(RuntimeError, match="no"):
-        load_checkpoint(tmp_path / "saved", model, optimizers)
-    assert optimizers[0].param_groups[0]["lr"] == 0.7
-    assert not torch.equal(model.weight, before)
+@pytest.mark.parametrize(("make", "words"), OTHERS.values(), ids=OTHERS)
+def test_another_model(make: Any, words: str, tmp_path: Path) -> None:
+    run = Saved(tmp_path, ("host", "host"))
+    run.optimizer = make(run.model)
+    run.before = run.snapshot()
+    run.assert_refuses(words)
 
 
 def test_disk_table_with_a_later_checkpoint_raises(tmp_path: Path) -> None:
-    model, optimizer = build(tmp_path)
-    step(model, optimizer, 1)
-    save_checkpoint(tmp_path / "saved", model, optimizer)
-    step(model, optimizer, 2)
-    model.second.table.checkpoint()
-    before = snapshot(model, optimizer)
-    with pytest.raises(FlatbedError, match=r"1\.bed.*later checkpoint.*copy_disk_tables"):
-        load_checkpoint(tmp_path / "saved", model, optimizer)
-    assert difference(snapshot(model, optimizer), before) is None
-    save_checkpoint(tmp_path / "other", model, optimizer)
-    load_checkpoint(tmp_path / "other", model, optimizer)
-    with pytest.raises(FlatbedError, match="in another folder"):
-        load_checkpoint(tmp_path / "saved", model, optimizer)
+    run = Saved(tmp_path)
+    run.model.second.table.checkpoint()
+    run.assert_refuses(r"1\.bed.*later checkpoint.*copy_disk_tables")
+    save_checkpoint(tmp_path / "other", run.model, run.optimizer)
+    load_checkpoint(tmp_path / "other", run.model, run.optimizer)
+    run.assert_refuses("in another folder")
 
 
 def test_disk_table_whose_file_was_renamed_raises(tmp_path: Path) -> None:
-    model, optimizer = build(tmp_path)
-    step(model, optimizer, 1)
-    save_checkpoint(tmp_path / "saved", model, optimizer)
-    saved = snapshot(model, optimizer)
-    step(model, optimizer, 2)
-    before = snapshot(model, optimizer)
+    run = Saved(tmp_path)
     (tmp_path / "1.bed").rename(tmp_path / "elsewhere")
-    with pytest.raises(FlatbedError, match=r"1\.bed was removed or replaced.*put it back"):
-        load_checkpoint(tmp_path / "saved", model, optimizer)
-    with pytest.raises(FlatbedError, match="put it back"):
-        model.second.table._store.revert("")
-    assert difference(snapshot(model, optimizer), before) is None
+    run.assert_refuses(r"1\.bed was removed or replaced.*put it back")
     (tmp_path / "elsewhere").rename(tmp_path / "1.bed")
-    load_checkpoint(tmp_path / "saved", model, optimizer)
-    assert difference(snapshot(model, optimizer), saved) is None
+    run.assert_loads()
 
 
 @pytest.mark.parametrize("replaced", [False, True])
 def test_a_load_that_was_interrupted_while_a_table_was_closed(tmp_path: Path, replaced: bool) -> None:
-    model, optimizer = build(tmp_path)
-    step(model, optimizer, 1)
-    save_checkpoint(tmp_path / "saved", model, optimizer)
-    saved = snapshot(model, optimizer)
-    step(model, optimizer, 2)
+    run = Saved(tmp_path)
     interrupted = crash_model.failing(storage.DiskStorage, "open", KeyboardInterrupt())
     with interrupted, pytest.raises(KeyboardInterrupt):
-        load_checkpoint(tmp_path / "saved", model, optimizer)
+        run.load()
     with pytest.raises(FlatbedError, match="load_checkpoint failed or was interrupted"):
-        step(model, optimizer, 3)
+        run.step(3)
     if replaced:
         (tmp_path / "1.bed").unlink()
-        other = Embedding(50, 6, storage="disk", path=tmp_path / "1.bed")
-        other(torch.tensor([1]))
-        other.table.close()
+        with Embedding(50, 6, storage="disk", path=tmp_path / "1.bed").table as other:
+            other.read_rows([1])
         with pytest.raises(FlatbedError, match=r"1\.bed was replaced while it was closed"):
-            load_checkpoint(tmp_path / "saved", model, optimizer)
+            run.load()
     else:
-        load_checkpoint(tmp_path / "saved", model, optimizer)
-        assert difference(snapshot(model, optimizer), saved) is None
+        run.assert_loads()
 
 
 def test_disk_table_in_place_does_not_load_into_memory(tmp_path: Path) -> None:
@@ -451,18 +295,6 @@ def test_disk_table_in_place_does_not_load_into_memory(tmp_path: Path) -> None:
         other, its = build(tmp_path / "-".join(storages), storages)
         load_checkpoint(tmp_path / "saved", other, its)
         assert difference(snapshot(other, its), snapshot(model, optimizer)) is None
-
-
-def test_moved_folder_and_table(tmp_path: Path) -> None:
-    model, optimizer = build(tmp_path / "a")
-    step(model, optimizer, 1)
-    save_checkpoint(tmp_path / "a" / "saved", model, optimizer)
-    before = snapshot(model, optimizer)
-    close(model)
-    shutil.move(tmp_path / "a", tmp_path / "b")
-    model, optimizer = build(tmp_path / "b")
-    load_checkpoint(tmp_path / "b" / "saved", model, optimizer)
-    assert difference(snapshot(model, optimizer), before) is None
 
 
 # ---- failures and ends
@@ -579,72 +411,64 @@ def test_control_c_at_any_line_of_a_save(tmp_path: Path) -> None:
 @pytest.mark.parametrize("copied", [False, True], ids=["in place", "copied"])
 def test_control_c_at_any_line_of_a_load(copied: bool, tmp_path: Path) -> None:
     """Everything is as before or as saved; otherwise the next step and save say so until a load succeeds."""
-    model, optimizer = build(tmp_path)
-    step(model, optimizer, 1)
-    save_checkpoint(tmp_path / "saved", model, optimizer, copy_disk_tables=copied)
-    saved = snapshot(model, optimizer)
+    run = Saved(tmp_path, copy_disk_tables=copied)
     with LineInterrupt() as counted:
-        load_checkpoint(tmp_path / "saved", model, optimizer)
+        run.load()
     outcomes = Counter[str]()
     late = counted.count * 9 // 10  # rows are replaced
     for number in (*range(1, late, 200), *range(late, counted.count - 20, 20), counted.count - 2):
-        step(model, optimizer, 2)
-        before = snapshot(model, optimizer)
+        run.step(2)
         with LineInterrupt(number), suppress(KeyboardInterrupt):
-            load_checkpoint(tmp_path / "saved", model, optimizer)
+            run.load()
         gc.collect()
-        if model.first.table._store._is_half_loaded:
-            with pytest.raises(FlatbedError, match="load_checkpoint failed or was interrupted"):
-                step(model, optimizer, 3)
-            with pytest.raises(FlatbedError, match="load_checkpoint failed or was interrupted"):
-                save_checkpoint(tmp_path / "other", model, optimizer)
+        if run.model.first.table._store._is_half_loaded:
+            for act in (
+                partial(run.step, 3),
+                partial(save_checkpoint, tmp_path / "x", run.model, run.optimizer),
+            ):
+                with pytest.raises(FlatbedError, match="load_checkpoint failed or was interrupted"):
+                    act()
             outcomes["raises"] += 1
         else:
-            found = snapshot(model, optimizer)
-            is_one = [difference(found, one) is None for one in (before, saved)]
+            found = run.snapshot()
+            is_one = [difference(found, one) is None for one in (run.before, run.saved)]
             assert any(is_one), number
             outcomes["before" if is_one[0] else "saved"] += 1
-        load_checkpoint(tmp_path / "saved", model, optimizer)
-        assert difference(snapshot(model, optimizer), saved) is None, number
+        run.assert_loads()
     assert set(outcomes) == {"before", "raises", "saved"}
-    close(model)
+    close(run.model)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_interrupted_load_changes_nothing_later(tmp_path: Path) -> None:
     """A notebook keeps the traceback of Control-C, and drops it at the next error."""
-    model, optimizer = build(tmp_path)
-    step(model, optimizer, 1)
-    save_checkpoint(tmp_path / "saved", model, optimizer)
-    number, kept = 0, []
+    run, n_left, kept = Saved(tmp_path), 0, []
 
     def at_exit(frame: Any, *_: object) -> None:
-        nonlocal number
-        if frame.f_code is _GeneratorContextManager.__exit__.__code__:
-            number -= 1
-            if number == 0:
-                sys.settrace(None)
-                raise KeyboardInterrupt
+        nonlocal n_left
+        n_left -= frame.f_code is _GeneratorContextManager.__exit__.__code__
+        if n_left == 0:
+            sys.settrace(None)
+            raise KeyboardInterrupt
 
-    for first in range(1, 200):
-        number = first
+    for number in range(1, 200):
+        n_left = number
         sys.settrace(at_exit)
         try:
-            load_checkpoint(tmp_path / "saved", model, optimizer)
+            run.load()
         except KeyboardInterrupt as error:
             kept.append(error)
         finally:
             sys.settrace(None)
         if not kept:
             break
-        load_checkpoint(tmp_path / "saved", model, optimizer)
-        step(model, optimizer, 2)
-        before = snapshot(model, optimizer)
+        run.load()
+        run.step(2)
         kept.clear()
         gc.collect()
-        assert difference(snapshot(model, optimizer), before) is None, first
-    assert 5 < first < 199
-    close(model)
+        assert difference(run.snapshot(), run.before) is None, number
+    assert 5 < number < 199
+    close(run.model)
 
 
 def test_twenty_kills(tmp_path: Path) -> None:
@@ -686,83 +510,68 @@ def test_ranks_with_tables_of_their_own_are_refused(tmp_path: Path, monkeypatch:
     ids=["sparse", "lazy", "complex"],
 )
 def test_tensors_that_cannot_be_saved(model: nn.Module, words: str, tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, nn.Linear(2, 2))
+    first = current(tmp_path)
     with pytest.raises(FlatbedError, match=words):
-        save_checkpoint(tmp_path / "saved", model)
-    assert [path.name for path in (tmp_path / "saved").iterdir()] == [".lock"]
+        save_checkpoint(tmp_path, model)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "CURRENT.json", first.name]
 
 
 def test_closing_a_table_that_is_newer_than_its_folder_raises(tmp_path: Path) -> None:
-    emb = flatbed.Embedding(10, 4, storage="disk", path=tmp_path / "items.bed")
-    optimizer = flatbed.optim.SGD(emb, lr=1.0)
-
-    def train() -> None:
-        emb([1]).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    train()
-    flatbed.save_checkpoint(tmp_path / "run", emb, optimizer)
-    train()
+    run = Saved(tmp_path)
     with pytest.raises(FlatbedError, match="discard=True"):
-        emb.table.close()
-    emb.table.close(discard=True)
-    emb = flatbed.Embedding(10, 4, storage="disk", path=tmp_path / "items.bed")
-    optimizer = flatbed.optim.SGD(emb, lr=1.0)
-    flatbed.load_checkpoint(tmp_path / "run", emb, optimizer)
+        run.model.second.table.close()
+    run.model.second.table.close(discard=True)
+    run.model, run.optimizer = build(tmp_path)
+    run.assert_loads()
 
 
 def test_closing_a_table_completes_an_interrupted_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, optimizer = build(tmp_path)
-    step(model, optimizer, 1)
-    before = snapshot(model, optimizer)
+    run = Saved(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(storage, "apply", lambda *_, **__: failing(KeyboardInterrupt())())
         with pytest.raises(KeyboardInterrupt):
-            save_checkpoint(tmp_path / "saved", model, optimizer)
-    model.second.table.close()
-    model, optimizer = build(tmp_path)
-    load_checkpoint(tmp_path / "saved", model, optimizer)
-    assert difference(snapshot(model, optimizer), before) is None
+            save_checkpoint(run.folder, run.model, run.optimizer)
+    run.model.second.table.close()
+    run.model, run.optimizer = build(tmp_path)
+    run.load()
+    assert difference(run.snapshot(), run.before) is None
 
 
 # ---- one table of a folder
 
 
 def test_load_table_reads_one_table_of_a_folder(tmp_path: Path) -> None:
-    model, optimizer = build(tmp_path, ("host", "device"))
-    step(model, optimizer, 1)
-    save_checkpoint(tmp_path / "saved", model, optimizer, keep=2)
-    expected = {name: getattr(model, name).table.read_rows(range(20)) for name in ("first", "second")}
-    save_checkpoint(tmp_path / "saved", model, optimizer, keep=2)
-    versions = sorted((tmp_path / "saved").glob("v*"))
-    for name, rows in expected.items():
-        for folder in (tmp_path / "saved", *versions):
-            table = load_table(folder, name=name)
-            assert torch.equal(table.read_rows(range(20)), rows)
-            assert table.state_names == ("exp_avg", "exp_avg_sq")
-        assert torch.equal(load_table(folder, name=f"{name}.weight").read_rows(range(20)), rows)
-    on_disk = load_table(tmp_path / "saved", name="second", storage="disk", to=tmp_path / "second.bed")
-    assert torch.equal(on_disk.read_rows(range(20)), expected["second"])
-    on_disk.close()
+    run = Saved(tmp_path, ("host", "device"), keep=2)
+    save_checkpoint(run.folder, run.model, run.optimizer, keep=2)
+    first, second = sorted(run.folder.glob("v*"))
+    for number, name in enumerate(("first", "second")):
+        for folder, state in ((first, run.saved), (second, run.before), (run.folder, run.before)):
+            for given in (name, f"{name}.weight"):
+                table = load_table(folder, name=given)
+                assert torch.equal(table.read_rows(range(40)), state[f"table {number} weight"])
+                assert table.state_names == ("exp_avg", "exp_avg_sq")
+    with load_table(run.folder, name="second", storage="disk", to=tmp_path / "second.bed") as on_disk:
+        assert torch.equal(on_disk.read_rows(range(40)), run.before["table 1 weight"])
 
 
 def test_load_table_of_a_folder_needs_a_name_that_is_there(tmp_path: Path) -> None:
-    model, optimizer = build(tmp_path, ("host", "disk"))
-    save_checkpoint(tmp_path / "saved", model, optimizer)
-    for name in (None, "third"):
-        with pytest.raises(FlatbedError, match=r"first, second.*name"):
-            load_table(tmp_path / "saved", name=name)
+    run = Saved(tmp_path)
     own = re.escape(str(tmp_path / "1.bed"))
-    with pytest.raises(FlatbedError, match=rf"own file, {own}: flatbed.load_table\('{own}'\)"):
-        load_table(tmp_path / "saved", name="second")
+    for name, words in (
+        *((wrong, "first, second.*name") for wrong in (None, "third")),
+        ("second", rf"own file, {own}: flatbed.load_table\('{own}'\)"),
+    ):
+        with pytest.raises(FlatbedError, match=words):
+            load_table(run.folder, name=name)
+    file = run.version / "table-0.safetensors"
     with pytest.raises(ValueError, match="name is for folders"):
-        load_table(current(tmp_path / "saved") / "table-0.safetensors", name="first")
-    file = current(tmp_path / "saved") / "table-0.safetensors"
+        load_table(file, name="first")
     file.write_bytes(file.read_bytes()[:-1] + b"x")
     with pytest.raises(flatbed.errors.DamagedFileError, match="table-0"):
-        load_table(tmp_path / "saved", name="first")
+        load_table(run.folder, name="first")
     alone = Embedding(5, 2)
     save_checkpoint(tmp_path / "alone", alone)
     assert torch.equal(load_table(tmp_path / "alone").read_rows(range(5)), alone.table.read_rows(range(5)))

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import random
 import shutil
-import stat
 import threading
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +25,11 @@ from flatbed.checkpoint import load as loading
 from flatbed.checkpoint import load_checkpoint, save_checkpoint
 from flatbed.checkpoint.load_table import check_path
 from flatbed.errors import DamagedFileError, FlatbedError
-from flatbed.tables import saving
 from flatbed.tables.storage.disk import DiskStorage
 from tests import programs
-from tests.programs import Program
+from tests.checkpoint.saved import Saved, current
 from tests.tables.storage.disk.test_files import largest_file
 from tests.tables.training import build, close, difference, snapshot, step
-
-
-def current(folder: Path) -> Path:
-    found: str = json.loads((folder / "CURRENT.json").read_text())["version"]
-    return folder / found
 
 
 def constant(value: float) -> nn.Module:
@@ -87,7 +83,7 @@ def test_two_runs_and_an_evaluator_in_one_folder_do_not_mix(tmp_path: Path) -> N
 
 def test_version_stays_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_checkpoint(tmp_path, constant(1.0))
-    read, first = loading._model_values, current(tmp_path)
+    read, first = loading._model_part, current(tmp_path)
 
     def read_while_others_save(*args: Any) -> Any:
         for value in (2.0, 3.0):
@@ -96,7 +92,7 @@ def test_version_stays_while_it_is_read(tmp_path: Path, monkeypatch: pytest.Monk
         return read(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(loading, "_model_values", read_while_others_save)
+        patch.setattr(loading, "_model_part", read_while_others_save)
         other = constant(0.0)
         load_checkpoint(tmp_path, other)
     assert values(other) == {1.0}
@@ -118,57 +114,47 @@ def copied_job(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return expected
 
 
-def test_copied_job_goes_on_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copied after a kill between the decision and the copying of rows, while the original goes on."""
-    expected = copied_job(tmp_path, monkeypatch)
-    model, optimizer = build(tmp_path / "job")
-    load_checkpoint(tmp_path / "job" / "run", model, optimizer)
-    step(model, optimizer, 2)
-    save_checkpoint(tmp_path / "job" / "run", model, optimizer, extra={"step": 2})
-    close(model)
-    for name, number in (("copy", 1), ("job", 2)):
-        model, optimizer = build(tmp_path / name)
-        assert load_checkpoint(tmp_path / name / "run", model, optimizer) == {"step": number}
-        assert (difference(snapshot(model, optimizer), expected) is None) == (name == "copy")
-        close(model)
+@pytest.mark.parametrize("is_apart", [False, True], ids=["copied", "copied in another layout"])
+def test_copied_job_goes_on_by_itself(
+    is_apart: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copied after a kill between the decision and the copying of rows, while the original goes on.
 
-
-def test_copied_job_in_another_layout_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The table's journal names a folder that has gone on: the folder that is loaded decides instead."""
-    expected = copied_job(tmp_path, monkeypatch)
-    shutil.move(tmp_path / "copy" / "run", tmp_path / "elsewhere")
+    In another layout, the table's journal names a folder that has gone on: the loaded folder decides instead.
+    """
+    expected, original = copied_job(tmp_path, monkeypatch), tmp_path / "job" / "run"
+    folder = tmp_path / "elsewhere" if is_apart else tmp_path / "copy" / "run"
+    shutil.move(tmp_path / "copy" / "run", folder)
     model, optimizer = build(tmp_path / "job")
-    load_checkpoint(tmp_path / "job" / "run", model, optimizer)
+    load_checkpoint(original, model, optimizer)
     step(model, optimizer, 2)
-    save_checkpoint(tmp_path / "job" / "run", model, optimizer)
+    save_checkpoint(original, model, optimizer, extra={"step": 2})
+    later = snapshot(model, optimizer)
     close(model)
-    with pytest.warns(UserWarning, match=r"kept as .*kept-1.*load_checkpoint"):
+    warned = pytest.warns(UserWarning, match=r"kept as .*kept-1.*load_checkpoint")
+    with warned if is_apart else nullcontext():
         model, optimizer = build(tmp_path / "copy")
     with pytest.raises(FlatbedError, match="is not as it was"):
-        load_checkpoint(tmp_path / "job" / "run", model, optimizer)
-    assert load_checkpoint(tmp_path / "elsewhere", model, optimizer) == {"step": 1}
+        load_checkpoint(original, model, optimizer)
+    assert load_checkpoint(folder, model, optimizer) == {"step": 1}
     assert difference(snapshot(model, optimizer), expected) is None
     assert not list((tmp_path / "copy").glob("*.journal*"))
     close(model)
-
-
-def test_failed_save_leaves_the_versions_of_others(tmp_path: Path) -> None:
-    save_checkpoint(tmp_path, constant(1.0))
-    first = current(tmp_path)
-    with pytest.raises(FlatbedError, match="run the model once"):
-        save_checkpoint(tmp_path, nn.LazyLinear(2))
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "CURRENT.json", first.name]
+    model, optimizer = build(tmp_path / "job")
+    assert load_checkpoint(original, model, optimizer) == {"step": 2}
+    assert difference(snapshot(model, optimizer), later) is None
+    close(model)
 
 
 def test_folder_without_write_access_loads(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "run", constant(1.0))
-    for path in (current(tmp_path / "run"), tmp_path / "run"):
+    paths, other = (current(tmp_path / "run"), tmp_path / "run"), constant(0.0)
+    for path in paths:
         path.chmod(0o555)
     try:
-        other = constant(0.0)
         load_checkpoint(tmp_path / "run", other)
     finally:
-        for path in (tmp_path / "run", current(tmp_path / "run")):
+        for path in paths:
             path.chmod(0o755)
     assert values(other) == {1.0}
 
@@ -178,50 +164,30 @@ def test_folder_without_write_access_loads(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("used", [False, True], ids=["new files", "files in use"])
 def test_load_without_space_changes_nothing(used: bool, tmp_path: Path) -> None:
+    sizes = {"host": (50, None), "small": (50, "small.bed"), "large": (20_000, "large.bed")}
+
     def model(folder: Path) -> nn.ModuleDict:
         folder.mkdir()
-        return nn.ModuleDict(
-            {
-                "dense": nn.Linear(4, 4),
-                "host": flatbed.Embedding(50, 4),
-                "small": flatbed.Embedding(50, 4, storage="disk", path=folder / "small.bed"),
-                "large": flatbed.Embedding(20_000, 16, storage="disk", path=folder / "large.bed"),
-            }
-        )
+        made: dict[str, nn.Module] = {"dense": nn.Linear(4, 4)}
+        for name, (n_rows, file) in sizes.items():
+            storage = {} if file is None else {"storage": "disk", "path": folder / file}
+            made[name] = flatbed.Embedding(n_rows, 16, **storage)
+        return nn.ModuleDict(made)
+
+    def rows(of: nn.ModuleDict) -> list[torch.Tensor]:
+        return [of[name].read_rows(range(50)) for name in sizes]
 
     saved, other = model(tmp_path / "a"), model(tmp_path / "b")
     save_checkpoint(tmp_path / "run", saved, copy_disk_tables=True)
-    if used:
-        for name in ("host", "small", "large"):
-            other[name](torch.tensor([1]))
-    before = {name: table.read_rows(range(50)) for name, table in other.items() if name != "dense" and used}
+    before = rows(other) if used else []
     weight, names = other["dense"].weight.detach().clone(), sorted(os.listdir(tmp_path / "b"))
     with largest_file(500_000), pytest.raises(FlatbedError, match=r"large.bed.*free some space"):
         load_checkpoint(tmp_path / "run", other)
     assert torch.equal(other["dense"].weight, weight)
     assert sorted(os.listdir(tmp_path / "b")) == names
-    assert all(torch.equal(other[name].read_rows(range(50)), rows) for name, rows in before.items())
+    assert not used or all(map(torch.equal, rows(other), before))
     load_checkpoint(tmp_path / "run", other)
-    for name in ("host", "small", "large"):
-        assert torch.equal(other[name].read_rows(range(50)), saved[name].read_rows(range(50)))
-
-
-def test_table_that_fails_late_leaves_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, optimizer = build(tmp_path, ("host", "host"))
-    save_checkpoint(tmp_path / "run", model, optimizer)
-    step(model, optimizer, 1)
-    before, begin, calls = snapshot(model, optimizer), saving.begin_read, []
-
-    def fail(*args: Any, **options: Any) -> Any:
-        calls.append(args)
-        if len(calls) == 2:
-            raise FlatbedError("the second table")
-        return begin(*args, **options)
-
-    monkeypatch.setattr(saving, "begin_read", fail)
-    with pytest.raises(FlatbedError, match="second"):
-        load_checkpoint(tmp_path / "run", model, optimizer)
-    assert difference(snapshot(model, optimizer), before) is None
+    assert all(map(torch.equal, rows(other), rows(saved)))
 
 
 AT_EXIT = """
@@ -256,58 +222,39 @@ def flipped(file: Path, at: int, bit: int) -> None:
 
 
 def test_any_flipped_bit_is_found(tmp_path: Path) -> None:
-    model, optimizer = build(tmp_path, ("host", "host"))
-    step(model, optimizer, 1)
-    save_checkpoint(tmp_path / "run", model, optimizer, rng=True, extra={"epoch": 3})
-    step(model, optimizer, 2)
-    before, draw = snapshot(model, optimizer), random.Random(0)
-    files = [path for path in current(tmp_path / "run").iterdir() if path.name != ".flatbed"]
+    run, draw = Saved(tmp_path, ("host", "host"), rng=True, extra={"epoch": 3}), random.Random(0)
+    files = [path for path in run.version.iterdir() if path.name != ".flatbed"]
     assert len(files) == 7
     for file in files:
         good = file.read_bytes()
-        for _ in range(15):
-            flipped(file, draw.randrange(len(good)), draw.randrange(8))
+        flips = [partial(flipped, at=draw.randrange(len(good)), bit=draw.randrange(8)) for _ in range(15)]
+        for damage in (*flips, Path.unlink, partial(os.truncate, length=len(good) - 1)):
+            damage(file)
             with pytest.raises(DamagedFileError, match=file.name):
-                load_checkpoint(tmp_path / "run", model, optimizer)
+                run.load()
             file.write_bytes(good)
-    assert difference(snapshot(model, optimizer), before) is None
-    assert load_checkpoint(tmp_path / "run", model, optimizer) == {"epoch": 3}
+    assert difference(run.snapshot(), run.before) is None
+    assert run.load() == {"epoch": 3}
 
 
-def two_signs(data: bytearray) -> None:
-    """Flip the last bits of two words of 64 bits, whose sum stays."""
-    data[-4096 + 7] ^= 0x80
-    data[-4096 + 71] ^= 0x80
-
-
-def swapped_words(data: bytearray) -> None:
-    data[-4096:-4080] = data[-4088:-4080] + data[-4096:-4088]
-
-
-def swapped_pages(data: bytearray) -> None:
-    data[-8192:] = data[-4096:] + data[-8192:-4096]
-
-
-def longer(data: bytearray) -> None:
-    data.extend(bytes(8))
-
-
-def shorter(data: bytearray) -> None:
-    del data[-8:]
-
-
-@pytest.mark.parametrize("damage", [two_signs, swapped_words, swapped_pages, longer, shorter])
-def test_damage_of_several_words_is_found(damage: Callable[[bytearray], None], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: data[:-4096] + bytes(b ^ (0x80 * (i in (7, 71))) for i, b in enumerate(data[-4096:])),
+        lambda data: data[:-4096] + data[-4088:-4080] + data[-4096:-4088] + data[-4080:],
+        lambda data: data[:-8192] + data[-4096:] + data[-8192:-4096],
+        lambda data: data + bytes(8),
+    ],
+    ids=["two signs of equal sum", "swapped words", "swapped pages", "longer"],
+)
+def test_damage_of_several_words_is_found(damage: Callable[[bytes], bytes], tmp_path: Path) -> None:
     model = nn.Linear(64, 64, bias=False)  # four pages
     save_checkpoint(tmp_path, model)
     file = current(tmp_path) / "model.safetensors"
-    data = bytearray(file.read_bytes())
-    damage(data)
-    file.write_bytes(data)
-    with pytest.raises(DamagedFileError, match=r"model\.safetensors"):
-        load_checkpoint(tmp_path, model)
-    with pytest.raises(DamagedFileError, match=r"model\.safetensors"):
-        check_path(tmp_path)
+    file.write_bytes(damage(file.read_bytes()))
+    for read in (partial(load_checkpoint, model=model), check_path):
+        with pytest.raises(DamagedFileError, match=r"model\.safetensors"):
+            read(tmp_path)
 
 
 def test_checksums_that_are_numbers_are_compared(tmp_path: Path) -> None:
@@ -328,52 +275,46 @@ def test_checksums_that_are_numbers_are_compared(tmp_path: Path) -> None:
 
 def test_checkpoint_of_the_first_version_loads(tmp_path: Path) -> None:
     """Without checksums, without a token in the version's name, with tensors that lack the table's name."""
-    model, optimizer = build(tmp_path)
-    step(model, optimizer, 1)
-    save_checkpoint(tmp_path / "run", model, optimizer, extra={"epoch": 3})
-    before, version = snapshot(model, optimizer), current(tmp_path / "run")
-    model.first.table.save(version / "table-0.safetensors")
-    manifest = json.loads((version / "checkpoint.json").read_text())
+    run = Saved(tmp_path)
+    run.load()
+    run.model.first.table.save(run.version / "table-0.safetensors")
+    manifest = json.loads((run.version / "checkpoint.json").read_text())
     for key in ("files", "checksum", "schedulers", "scaler", "rng"):
         del manifest[key]
-    (version / "checkpoint.json").write_text(json.dumps(manifest))
-    version.rename(tmp_path / "run" / "v0000001")
-    (tmp_path / "run" / "CURRENT.json").write_text(
-        json.dumps({"token": manifest["token"], "version": "v0000001"})
-    )
-    step(model, optimizer, 2)
-    assert load_checkpoint(tmp_path / "run", model, optimizer) == {"epoch": 3}
-    assert difference(snapshot(model, optimizer), before) is None
+    (run.version / "checkpoint.json").write_text(json.dumps(manifest))
+    run.version.rename(run.folder / "v0000001")
+    about = {"token": manifest["token"], "version": "v0000001"}
+    (run.folder / "CURRENT.json").write_text(json.dumps(about))
+    run.assert_loads()
 
 
-def pipe(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
-
-
-def endless(path: Path) -> None:
-    path.unlink()
-    path.symlink_to("/dev/zero")
-
-
-@pytest.mark.parametrize("replace", [pipe, endless])
+@pytest.mark.parametrize("is_pipe", [True, False])
 @pytest.mark.parametrize("name", ["CURRENT.json", "checkpoint.json", "optimizer.json", "model.safetensors"])
-def test_pipes_and_devices_are_refused(name: str, replace: Callable[[Path], None], tmp_path: Path) -> None:
+def test_pipes_and_devices_are_refused(name: str, is_pipe: bool, tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters())
     save_checkpoint(tmp_path, model, optimizer)
-    replace(tmp_path / name if name == "CURRENT.json" else current(tmp_path) / name)
+    path = tmp_path / name if name == "CURRENT.json" else current(tmp_path) / name
+    path.unlink()
+    if is_pipe:
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/zero")
     with pytest.raises(FlatbedError, match=name):
         load_checkpoint(tmp_path, model, optimizer)
 
 
+def sealed(manifest: dict[str, Any]) -> str:
+    """A manifest with a right checksum."""
+    manifest.pop("checksum", None)
+    return json.dumps({**manifest, "checksum": zlib.crc32(json.dumps(manifest).encode())})
+
+
 def rewrite(path: Path, change: Callable[[Any], None]) -> None:
-    """Change a manifest as an attacker would, with a right checksum."""
+    """Change a manifest as an attacker would."""
     manifest = json.loads(path.read_text())
-    manifest.pop("checksum")
     change(manifest)
-    text = json.dumps(manifest)
-    path.write_text(json.dumps({**manifest, "checksum": zlib.crc32(text.encode())}))
+    path.write_text(sealed(manifest))
 
 
 @pytest.mark.parametrize("name", ["../../x", "/etc/passwd", "table-0.safetensors/../x", "", 3, ["x"]])
@@ -416,10 +357,12 @@ def test_hostile_json_gives_one_kind_of_error(tmp_path: Path) -> None:
     for optimizer in optimizers:
         optimizer.step()
     save_checkpoint(folder, model, optimizers, scheduler=schedule, rng=True)
-    files = {name: current(folder) / name for name in ("checkpoint.json", "optimizer.json")}
+    files = {
+        name: current(folder) / name for name in ("checkpoint.json", "optimizer.json", "../CURRENT.json")
+    }
     good = {name: file.read_text() for name, file in files.items()}
     n_errors = 0
-    for _ in range(600):
+    for _ in range(300):
         name = draw.choice([*files])
         found = json.loads(good[name])
         for _ in range(draw.randint(1, 3)):
@@ -427,14 +370,12 @@ def test_hostile_json_gives_one_kind_of_error(tmp_path: Path) -> None:
             if draw.random() < 0.2:
                 del container[key]
             else:
-                container[key] = draw.choice(HOSTILE)
+                container[key] = copy.deepcopy(draw.choice(HOSTILE))
+        files[name].write_text(json.dumps(found))
         manifest = found if name == "checkpoint.json" else json.loads(good["checkpoint.json"])
         if name == "optimizer.json":
-            files[name].write_text(json.dumps(found))
             manifest["files"][name] = zlib.crc32(files[name].read_bytes())
-        manifest.pop("checksum", None)
-        text = json.dumps(manifest)
-        files["checkpoint.json"].write_text(json.dumps({**manifest, "checksum": zlib.crc32(text.encode())}))
+        files["checkpoint.json"].write_text(sealed(manifest))
         try:
             load_checkpoint(folder, model, optimizers, scheduler=schedule, rng=True)
         except FlatbedError:
@@ -442,7 +383,7 @@ def test_hostile_json_gives_one_kind_of_error(tmp_path: Path) -> None:
         finally:
             for other, text in good.items():
                 files[other].write_text(text)
-    assert n_errors > 300
+    assert n_errors > 150
 
 
 def test_check_command(tmp_path: Path) -> None:
@@ -452,16 +393,22 @@ def test_check_command(tmp_path: Path) -> None:
 
     model, optimizer = build(tmp_path)
     step(model, optimizer, 1)
+    save_checkpoint(tmp_path / "copied", model, optimizer, copy_disk_tables=True)
     save_checkpoint(tmp_path / "run", model, optimizer)
     model.first.table.save(tmp_path / "t.safetensors")
     close(model)
-    files = [tmp_path / "run", tmp_path / "1.bed", tmp_path / "t.safetensors"]
-    for path, found in zip(
-        files, ("all 4 files", "rows are as they were written", "only header and size"), strict=True
-    ):
+    assert "1.bed" not in check_path(tmp_path / "copied")
+    assert check_path(tmp_path / "run").endswith(f"are in {tmp_path / '1.bed'}: check them, too")
+    expected = {
+        "run": "all 4 files",
+        "1.bed": "rows are as they were written",
+        "t.safetensors": "only header",
+    }
+    files = [tmp_path / name for name in expected]
+    for path in files:
         done = CliRunner().invoke(app, ["check", str(path)])
         assert done.exit_code == 0, done.output
-        assert found in done.output
+        assert expected[path.name] in done.output
     flipped(current(tmp_path / "run") / "table-0.safetensors", -100, 3)
     for path in files[1:]:
         os.truncate(path, path.stat().st_size - 1)
@@ -483,51 +430,15 @@ def test_keep_leaves_the_last_versions(tmp_path: Path) -> None:
     for number, version in enumerate(versions(), start=2):
         assert load_checkpoint(version, model) == {"number": number}
         assert values(model) == {number}
+    (tmp_path / "CURRENT.json").chmod(0o600)
     save_checkpoint(tmp_path, constant(5.0), keep=2)
+    assert (tmp_path / "CURRENT.json").stat().st_mode & 0o777 == 0o600
     assert len(versions()) == 2
     save_checkpoint(tmp_path, constant(6.0))
     assert versions() == [current(tmp_path)]
+    shutil.rmtree(current(tmp_path))
+    with pytest.raises(FlatbedError, match=r"checkpoint\.json is missing"):
+        load_checkpoint(tmp_path, model)
     for wrong in (0, -1, 1.0, True, None):
         with pytest.raises(ValueError, match="keep must be at least 1"):
             save_checkpoint(tmp_path, model, keep=wrong)  # type: ignore[arg-type]
-
-
-def test_modes_of_replaced_files_are_kept(tmp_path: Path) -> None:
-    save_checkpoint(tmp_path, constant(1.0))
-    (tmp_path / "CURRENT.json").chmod(0o600)
-    save_checkpoint(tmp_path, constant(2.0))
-    assert stat.S_IMODE((tmp_path / "CURRENT.json").stat().st_mode) == 0o600
-
-
-ALONE = """
-import sys, time, torch.distributed as dist, flatbed
-from pathlib import Path
-from torch import nn
-from flatbed.distributed import ranks
-folder, rank = Path(sys.argv[1]), int(sys.argv[2])
-dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
-ranks.PATIENCE = 0.5
-while rank == 1 and not (folder / "gave up").exists():
-    time.sleep(0.05)
-try:
-    flatbed.save_checkpoint(folder / "run", nn.Linear(2, 2))
-except flatbed.FlatbedError as error:
-    print("call it on every rank" in str(error))
-(folder / "gave up").touch()
-"""
-
-
-def test_save_on_the_first_rank_alone_raises(tmp_path: Path) -> None:
-    """So does a rank that calls it after the first one gave up."""
-    said = programs.run_all(*(Program(ALONE, [str(tmp_path), rank]) for rank in "01"))
-    assert [ended.stdout for ended in said] == ["True\n", "True\n"], said
-    assert not (tmp_path / "run").exists()
-
-
-def test_check_names_the_files_of_tables_on_disk(tmp_path: Path) -> None:
-    model = nn.ModuleList([flatbed.Embedding(5, 4, storage="disk", path=tmp_path / "a.bed")])
-    save_checkpoint(tmp_path / "run", model)
-    assert check_path(tmp_path / "run").endswith(f"are in {tmp_path / 'a.bed'}: check them, too")
-    save_checkpoint(tmp_path / "copied", model, copy_disk_tables=True)
-    assert "a.bed" not in check_path(tmp_path / "copied")
-    flatbed.tables(model)[0].close()

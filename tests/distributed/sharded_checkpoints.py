@@ -320,7 +320,7 @@ def a_rank_that_fails_to_load(folder: Path) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise flatbed.FlatbedError("no memory")
 
-    places = (saving, "begin_read"), (loading, "load_all"), (DiskStorage, "draft")
+    places = (saving, "begin_read"), (loading, "load_plain_state"), (DiskStorage, "draft")
     patches = [mock.patch.object(*place, fail) for place in places]
     load = partial(flatbed.load_checkpoint, place / "run", model, optimizers)
     assert_all_raise("loading a checkpoint", "no memory", patches, load)

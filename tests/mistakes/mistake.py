@@ -12,6 +12,9 @@ from torch import nn
 
 import flatbed
 
+Attempt = Callable[[Path], object]
+"""Makes the mistake; it is given an empty folder."""
+
 
 class Mistake(NamedTuple):
     """A call that someone in a hurry would write, and the error that tells them what to write instead."""
@@ -19,8 +22,7 @@ class Mistake(NamedTuple):
     of: str
     """The public function, without the name of the package: FlatParams.step."""
     what: str
-    attempt: Callable[[Path], object]
-    """Makes the mistake; it is given an empty folder."""
+    attempt: Attempt
     error: type[BaseException]
     message: str
     """A regular expression: what was found, what was expected, what to do."""

@@ -11,13 +11,11 @@ from torch import nn
 
 import flatbed
 from flatbed import FlatbedError
-from tests.mistakes.mistake import Mistake, embedding, mistake, model, unchanged, weights
+from tests.mistakes.mistake import Attempt, Mistake, embedding, mistake, model, unchanged, weights
 
 
-def contiguous(in_groups: bool = False) -> flatbed.ContiguousParams:
-    module = model()
-    groups = [{"params": [p]} for p in module.parameters()]
-    return flatbed.ContiguousParams(groups if in_groups else module.parameters())
+def contiguous(what: str, name: str, attempt: Attempt, error: type[Exception], message: str) -> Mistake:
+    return mistake(f"ContiguousParams{name}", what, attempt, error, message)
 
 
 def moved_away(folder: Path) -> None:
@@ -27,48 +25,38 @@ def moved_away(folder: Path) -> None:
     parameters.assert_buffer_is_valid()
 
 
-CONTIGUOUS: list[Any] = [
-    (
-        "ContiguousParams",
-        "a method",
-        lambda _: flatbed.ContiguousParams(model().parameters),
-        TypeError,
-        r"found a method.*module",
-    ),
-    (
-        "ContiguousParams.assert_buffer_is_valid",
-        "after p.data",
-        moved_away,
-        ValueError,
-        r"'param 0'.*lies outside.*rebind\(\)",
-    ),
-    (
-        "ContiguousParams.param_buffer",
-        "of several",
-        lambda _: contiguous(in_groups=True).param_buffer,
-        ValueError,
-        r"4 buffers.*flat.buffers",
-    ),
-    (
-        "ContiguousParams.gradient_buffer",
-        "of several",
-        lambda _: contiguous(in_groups=True).gradient_buffer,
-        ValueError,
-        r"4 buffers.*flat.grad_buffers",
-    ),
-]
+def in_groups() -> flatbed.ContiguousParams:
+    return flatbed.ContiguousParams([{"params": [p]} for p in model().parameters()])
 
 
-def load_into(
-    make: Callable[[], nn.Module], saved: Callable[[], nn.Module] = model
-) -> Callable[[Path], object]:
+def saves(what: str, attempt: Attempt, error: type[Exception], message: str) -> Mistake:
+    """A mistake of saving, which must leave nothing in the folder."""
+
+    def checked(folder: Path) -> None:
+        with unchanged(lambda: list(folder.iterdir())):
+            attempt(folder / "run")
+
+    return mistake("save_checkpoint", what, checked, error, message)
+
+
+def loads(
+    what: str, into: Callable[[], nn.Module], message: str, saved: Callable[[], nn.Module] = model
+) -> Mistake:
+    """A checkpoint that is loaded into another model, which must stay as it was."""
+
     def attempt(folder: Path) -> None:
         flatbed.save_checkpoint(folder / "run", saved())
-        other = make()
+        other = into()
         with unchanged(lambda: weights(other)):
             flatbed.load_checkpoint(folder / "run", other)
 
-    return attempt
+    return mistake("load_checkpoint", what, attempt, FlatbedError, message)
+
+
+def with_a_scheduler(folder: Path) -> None:
+    module = model()
+    schedule = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(module.parameters()), 1)
+    flatbed.save_checkpoint(folder, module, schedule)
 
 
 def load_optimizers(folder: Path) -> None:
@@ -77,90 +65,80 @@ def load_optimizers(folder: Path) -> None:
     flatbed.load_checkpoint(folder, module, [flatbed.optim.Adam(module), flatbed.optim.Adam(module)])
 
 
-def with_a_scheduler(folder: Path) -> None:
-    module = model()
-    schedule = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(module.parameters()), 1)
-    with unchanged(lambda: list(folder.iterdir())):
-        flatbed.save_checkpoint(folder / "run", module, schedule)
+def save(*args: Any, **options: Any) -> Attempt:
+    return lambda folder: flatbed.save_checkpoint(folder, *args, **options)
 
 
-def without_its_table(folder: Path) -> None:
-    emb = embedding()
-    flatbed.save_checkpoint(folder / "run", model(), flatbed.optim.Adam(emb))
-
-
-def extra_tensor(folder: Path) -> None:
-    with unchanged(lambda: list(folder.iterdir())):
-        flatbed.save_checkpoint(folder / "run", model(), extra={"loss": torch.ones(2)})
-
-
-CHECKPOINTS: list[Any] = [
-    (
-        "save_checkpoint",
+SAVING: list[Mistake] = [
+    contiguous(
+        "a method", "", lambda _: flatbed.ContiguousParams(model().parameters), TypeError, "a method.*module"
+    ),
+    contiguous(
+        "after p.data",
+        ".assert_buffer_is_valid",
+        moved_away,
+        ValueError,
+        r"'param 0'.*lies outside.*rebind\(\)",
+    ),
+    *(
+        contiguous("of several", f".{name}", lambda _, n=name: getattr(in_groups(), n), ValueError, message)  # type: ignore[misc]
+        for name, message in (
+            ("param_buffer", r"4 buffers.*flat.buffers"),
+            ("gradient_buffer", r"4 buffers.*flat.grad_buffers"),
+        )
+    ),
+    saves(
         "the wrong way round",
-        lambda folder: flatbed.save_checkpoint(model(), folder),
+        lambda folder: flatbed.save_checkpoint(model(), folder),  # type: ignore[arg-type]
         TypeError,
         r"folder.*found Sequential",
     ),
-    (
-        "save_checkpoint",
-        "parameters",
-        lambda folder: flatbed.save_checkpoint(folder, model().parameters()),
-        TypeError,
-        r"nn.Module; found generator",
+    saves("parameters", save(model().parameters()), TypeError, r"nn.Module; found generator"),
+    saves("a scheduler", with_a_scheduler, TypeError, r"Optimizer.*found StepLR"),
+    saves(
+        "a tensor in extra", save(model(), extra={"loss": torch.ones(2)}), TypeError, r"extra.*JSON.*Tensor"
     ),
-    ("save_checkpoint", "a scheduler", with_a_scheduler, TypeError, r"Optimizer.*found StepLR"),
-    ("save_checkpoint", "a tensor in extra", extra_tensor, TypeError, r"extra.*JSON.*Tensor"),
-    ("save_checkpoint", "without the table", without_its_table, FlatbedError, r"Adam.*table.*pass a module"),
-    (
-        "load_checkpoint",
-        "a folder that does not exist",
-        lambda folder: flatbed.load_checkpoint(folder / "missing", model()),
+    saves(
+        "without the table",
+        lambda folder: flatbed.save_checkpoint(folder, model(), flatbed.optim.Adam(embedding())),
         FlatbedError,
-        r"missing.*check the path",
+        r"Adam.*table.*pass a module",
     ),
-    (
-        "load_checkpoint",
-        "no folder",
-        lambda folder: flatbed.load_checkpoint(None, model()),
-        TypeError,
-        r"Path; found NoneType",
-    ),
-    (
-        "load_checkpoint",
-        "of another model",
-        load_into(lambda: nn.Linear(3, 3)),
-        FlatbedError,
-        r"lacks \['weight', 'bias'\].*lacks \['0.weight'",
-    ),
-    (
-        "load_checkpoint",
+    loads("of another model", lambda: nn.Linear(3, 3), r"lacks \['weight', 'bias'\].*lacks \['0.weight'"),
+    loads(
         "a table into nn.Embedding",
-        load_into(lambda: nn.Sequential(nn.Embedding(10, 4)), lambda: nn.Sequential(embedding())),
-        FlatbedError,
-        r"'0.weight' is a table in .*run.*flatbed.Embedding.*to_torch\(\)",
+        lambda: nn.Sequential(nn.Embedding(10, 4)),
+        r"'0.weight' is a table in .*run.*to_torch\(\)",
+        saved=lambda: nn.Sequential(embedding()),
     ),
-    (
-        "load_checkpoint",
+    loads(
         "nn.Embedding into a table",
-        load_into(lambda: nn.Sequential(embedding()), lambda: nn.Sequential(nn.Embedding(10, 4))),
-        FlatbedError,
-        r"'0.weight' is no table in .*run.*nn.Embedding.*from_pretrained",
+        lambda: nn.Sequential(embedding()),
+        r"'0.weight' is no table in .*run.*from_pretrained",
+        saved=lambda: nn.Sequential(nn.Embedding(10, 4)),
     ),
-    (
-        "load_checkpoint",
+    loads("of DDP", model, r"save and load ddp\.module", saved=lambda: nn.ModuleDict({"module": model()})),
+    loads(
         "of another size",
-        load_into(lambda: nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1))),
-        FlatbedError,
+        lambda: nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1)),
         r"0.weight.*\(4, 4\).*\(3, 4\)",
     ),
-    (
-        "load_checkpoint",
-        "too many optimizers",
-        load_optimizers,
-        FlatbedError,
-        r"1 optimizers; found 2.*Pass as many",
+    *(
+        mistake("load_checkpoint", what, attempt, error, message)
+        for what, attempt, error, message in (
+            (
+                "a folder that does not exist",
+                lambda folder: flatbed.load_checkpoint(folder / "missing", model()),
+                FlatbedError,
+                r"missing.*check the path",
+            ),
+            (
+                "no folder",
+                lambda _: flatbed.load_checkpoint(None, model()),  # type: ignore[arg-type]
+                TypeError,
+                r"Path; found NoneType",
+            ),
+            ("too many optimizers", load_optimizers, FlatbedError, r"1 optimizers; found 2.*Pass as many"),
+        )
     ),
 ]
-
-SAVING: list[Mistake] = [mistake(*row) for row in (*CONTIGUOUS, *CHECKPOINTS)]

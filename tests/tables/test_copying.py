@@ -56,6 +56,10 @@ def test_copy_is_equal_and_apart(storage: str, dtype: torch.dtype, way: Any, tmp
     assert repr(made) == repr(emb)
     train(emb, optimizer)
     assert same(everything(made.table), before)
+    emb(torch.tensor([1, 2])).sum().backward()
+    frozen = way(emb.requires_grad_(False))
+    assert (frozen.table.requires_grad, frozen.table.grad) == (False, None)
+    emb.table.grad = None
     other = flatbed.optim.Adam(made, lr=0.1)  # goes on where the original was
     train(made, other)
     assert same(everything(made.table), everything(emb.table))
@@ -67,33 +71,15 @@ def test_copy_is_equal_and_apart(storage: str, dtype: torch.dtype, way: Any, tmp
 @storages
 def test_table_that_was_never_used(storage: str, way: Any) -> None:
     emb = Embedding(ROWS, DIM, storage=storage, seed=8, replicate=False)
-    flatbed.optim.Adam(emb)
     made = way(emb)
     assert not made.table.replicate
     assert torch.equal(made.weight, Embedding(ROWS, DIM, seed=8).weight)
-
-
-@ways
-def test_state_that_waits_to_be_laid_out(way: Any) -> None:
-    emb = Embedding(ROWS, DIM)
     emb(torch.tensor([0]))
     optimizer = flatbed.optim.Adagrad(emb, initial_accumulator_value=0.5)
-    made = way(emb)
-    assert same(everything(made.table), everything(emb.table))
+    made = way(emb)  # its state waits to be laid out
     assert float(made.table.read_state("sum", 3)[0]) == 0.5
+    assert same(everything(made.table), everything(emb.table))
     del optimizer
-
-
-@ways
-@storages
-def test_flags_are_kept_and_gradients_are_not(storage: str, way: Any, tmp_path: Path) -> None:
-    emb, _ = trained(storage, tmp_path)
-    emb(torch.tensor([1, 2])).sum().backward()
-    emb.requires_grad_(False)
-    made = way(emb)
-    assert not made.table.requires_grad
-    assert made.table.grad is None
-    assert emb.table.grad is not None
 
 
 @ways

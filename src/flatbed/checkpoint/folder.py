@@ -13,15 +13,12 @@ import shutil
 import zlib
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from flatbed.errors import DamagedFileError, FlatbedError
-from flatbed.tables.files import as_path, lock, open_regular, read_small
-from flatbed.tables.tensor_file import check_tensors
+from flatbed.tables.files import lock, open_regular, read_small, sync_folder, write_text
+from flatbed.tables.tensor_file import check_tensors, naming_damage
 
 FORMAT, FORMAT_VERSION = "flatbed-checkpoint", 1
 CURRENT = "CURRENT.json"
@@ -29,54 +26,28 @@ MANIFEST = "checkpoint.json"
 OPTIMIZERS = "optimizer.json"
 MARK = ".flatbed"  # in a subfolder that `save_checkpoint` made
 LOCK = ".lock"
-DRAFT, OLD = ".new", ".old-"  # name of a new subfolder, and prefix of one that is being removed
+HIDDEN = ".old-"  # before the name of a version that is being made or removed
 VERSION = re.compile(r"v(\d{7,})(-[0-9a-f]{8})?")
 FILE = re.compile(r"(model|state|optimizer-\d+|table-\d+)\.safetensors|optimizer\.json")
 JSON_LIMIT = 1 << 28  # bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Current:
-    """The valid version of a folder, and the versions before it that are kept."""
-
-    token: str
-    version: str
-    previous: tuple[str, ...] = ()
-
-
-def as_folder(folder: Any) -> Path:
-    """Return the folder as an absolute path."""
-    if isinstance(folder, nn.Module):
-        raise TypeError(
-            f"the folder comes first, and then the model; found {type(folder).__name__} as the folder"
-        )
-    path = as_path(folder, "folder").absolute()
-    if path.is_file():
-        raise FlatbedError(
-            f"{path} is a file, and a checkpoint is a folder: name that of flatbed.save_checkpoint. "
-            "torch.load reads files of torch, and flatbed.load_table those of tables"
-        )
-    return path
-
-
-def read_current(folder: Path) -> Current:
-    """Read which version of a folder is valid."""
+def read_current(folder: Path) -> tuple[str, list[str]]:
+    """Return the token of a folder's valid version, and the versions that are kept, the valid one first."""
     file = folder / CURRENT
     if not os.path.lexists(file):
         raise FlatbedError(f"{folder} holds no checkpoint (there is no {CURRENT} in it): check the path")
     found = read_json(file)
-    try:
-        token, version, previous = found["token"], found["version"], tuple(found.get("previous", ()))
-        if not isinstance(token, str) or not all(VERSION.fullmatch(name) for name in (version, *previous)):
+    with naming_damage(file):
+        token, versions = found["token"], [found["version"], *found.get("previous", ())]
+        if not isinstance(token, str) or not all(map(VERSION.fullmatch, versions)):
             raise ValueError(f"found {found}")
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise damaged(file, error) from error
-    return Current(token, version, previous)
+    return token, versions
 
 
-def has_token(folder: Path, token: str) -> bool:
-    """True if the folder's valid version was written with this token."""
-    return (folder / CURRENT).exists() and read_current(folder).token == token
+def kept_versions(folder: Path) -> list[str]:
+    """Return the versions that are kept, the valid one first; none in a new folder."""
+    return read_current(folder)[1] if (folder / CURRENT).exists() else []
 
 
 # ---- versions
@@ -97,20 +68,21 @@ def saving(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def reading(folder: Path) -> Iterator[tuple[Path, str]]:
-    """Yield the valid version and its token; saves of other processes do not remove it meanwhile.
+def reading(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Yield the valid version and its manifest; saves of other processes do not remove it meanwhile.
 
     `folder` may also be a version that ``save_checkpoint(..., keep=...)`` has kept.
     """
     if VERSION.fullmatch(folder.name) and (folder / MANIFEST).exists():
         with _kept(folder):
-            yield folder, read_manifest(folder)["token"]
+            yield folder, read_manifest(folder)
         return
     while True:
-        current = read_current(folder)
-        with _kept(folder / current.version) as is_there:
-            if is_there or read_current(folder) == current:
-                yield folder / current.version, current.token
+        token, versions = read_current(folder)
+        version = folder / versions[0]
+        with _kept(version) as is_there:
+            if is_there or read_current(folder) == (token, versions):
+                yield version, read_manifest(version, token)
                 return
 
 
@@ -130,16 +102,11 @@ def _kept(version: Path) -> Iterator[bool]:
 def make_version(folder: Path, token: str) -> Path:
     """Make a new subfolder, and remove those of interrupted saves."""
     try:
-        current = read_current(folder) if (folder / CURRENT).exists() else None
-        known = [] if current is None else [current.version, *current.previous]
+        known = kept_versions(folder)
         remove_others(folder, known)
         numbers = [found[1] for name in (*known, *os.listdir(folder)) if (found := VERSION.fullmatch(name))]
         path = folder / f"v{max(map(int, numbers), default=0) + 1:07d}-{token[:8]}"
-        draft = folder / DRAFT  # so that no version without its mark is left behind
-        if draft.is_dir() and not draft.is_symlink():
-            shutil.rmtree(draft, ignore_errors=True)
-        else:
-            draft.unlink(missing_ok=True)
+        draft = folder / f"{HIDDEN}{path.name}"  # so that no version without its mark is left behind
         draft.mkdir()
         (draft / MARK).touch()
         draft.rename(path)
@@ -150,7 +117,7 @@ def make_version(folder: Path, token: str) -> Path:
 
 def remove_others(folder: Path, kept: Collection[str]) -> None:
     """Remove all other versions that no process reads. Folders without the mark are the user's, and stay."""
-    for path in folder.glob(f"{OLD}v*"):
+    for path in folder.glob(f"{HIDDEN}v*"):
         shutil.rmtree(path, ignore_errors=True)
     for path in list(folder.iterdir()):
         if not VERSION.fullmatch(path.name) or path.name in kept or path.is_symlink():
@@ -159,22 +126,23 @@ def remove_others(folder: Path, kept: Collection[str]) -> None:
         with suppress(OSError), open(path / MARK, "r+b") as file:
             if lock(file, wait=False) is not False:
                 # Renamed first: half removed, it would look like the user's.
-                shutil.rmtree(path.rename(folder / f"{OLD}{path.name}"), ignore_errors=True)
+                shutil.rmtree(path.rename(folder / f"{HIDDEN}{path.name}"), ignore_errors=True)
 
 
 # ---- the list of contents
 
 
-def write_checksum(manifest: dict[str, Any]) -> str:
-    """Return the JSON of a manifest with a checksum of itself."""
-    return json.dumps({**manifest, "checksum": zlib.crc32(json.dumps(manifest).encode())})
+def write_manifest(version: Path, manifest: dict[str, Any]) -> None:
+    """Write the list of contents of a version, with a checksum of itself."""
+    checksum = zlib.crc32(json.dumps(manifest).encode())
+    write_text(version / MANIFEST, json.dumps({**manifest, "checksum": checksum}))
+    sync_folder(version.parent)
 
 
 def read_manifest(path: Path, token: str | None = None) -> dict[str, Any]:
     """Read and check the list of contents of a version."""
-    file = path / MANIFEST
-    found = read_json(file)
-    try:
+    found = read_json(path / MANIFEST)
+    with naming_damage(path / MANIFEST):
         if found["format"] != FORMAT or token not in (None, found["token"]):
             raise ValueError("it belongs to something else")
         if found["version"] != FORMAT_VERSION:
@@ -185,64 +153,37 @@ def read_manifest(path: Path, token: str | None = None) -> dict[str, Any]:
         checksum = found.pop("checksum", None)  # manifests of earlier versions have none
         if checksum not in (None, zlib.crc32(json.dumps(found).encode())):
             raise ValueError("its checksum is wrong")
-        _check_manifest(found)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise damaged(file, error) from error
-    return dict(found)
+        return _checked(found)
 
 
-def _check_manifest(found: dict[str, Any]) -> None:
-    """Raise unless a manifest has the expected types, and names files of its own folder alone."""
-    for key in ("files", "shards", "paths"):  # manifests of earlier versions lack them
-        found.setdefault(key, {})
-    for key, default in (("schedulers", []), ("scaler", None), ("rng", [])):
-        found.setdefault(key, default)
-    kinds = {"token": str, "model": dict, "tables": dict, "extra": dict, "n_optimizers": int, "files": dict}
-    kinds |= {"shards": dict, "paths": dict, "schedulers": list, "rng": list, "scaler": (dict, type(None))}  # type: ignore[dict-item]
-    for key, kind in kinds.items():
+def _checked(found: dict[str, Any]) -> dict[str, Any]:
+    """Return a manifest if it has the expected types, and names files of its own folder alone."""
+    kinds: dict[str, type] = {"token": str, "model": dict, "tables": dict, "extra": dict, "n_optimizers": int}
+    # Manifests of earlier versions lack some of these.
+    later = {"files": dict, "shards": dict, "paths": dict, "schedulers": list, "scaler": dict, "rng": list}
+    found = {**{key: kind() for key, kind in later.items()}, **found}
+    found["scaler"] = found["scaler"] or {}
+    for key, kind in {**kinds, **later}.items():
         if not isinstance(found[key], kind):
             raise TypeError(f"{key} is {found[key]!r}")
     for name in (*found["files"], *(name for name in found["tables"].values() if name is not None)):
         if not isinstance(name, str) or not FILE.fullmatch(name):
             raise ValueError(f"{name!r} is no file of a checkpoint")
+    return found
 
 
 def check_files(path: Path, manifest: Mapping[str, Any], rank: int = 0, n_ranks: int = 1) -> None:
     """Raise unless all files of a version are as they were written. Ranks check tensors in turn."""
-    n_tensors = 0
-    for name, checksums in manifest["files"].items():
-        if name == OPTIMIZERS:
-            if zlib.crc32(_read(path / name)) != checksums:
-                raise damaged(path / name, ValueError("its checksum is wrong"))
-        elif n_ranks == 1 or not isinstance(checksums, dict):
-            check_tensors(path / name, checksums)
-        else:
-            mine = {
-                key: value
-                for number, (key, value) in enumerate(checksums.items(), start=n_tensors)
-                if key == "" or number % n_ranks == rank
-            }
-            check_tensors(path / name, mine)
-            n_tensors += len(checksums)
+    for number, (name, checksums) in enumerate(manifest["files"].items()):
+        if name != OPTIMIZERS:
+            check_tensors(path / name, checksums, part=slice((rank + number) % n_ranks, None, n_ranks))
+            continue
+        with naming_damage(path / name):
+            if zlib.crc32(read_small(path / name, JSON_LIMIT)) != checksums:
+                raise ValueError("its checksum is wrong")
 
 
 def read_json(file: Path) -> Any:
     """Read a JSON file of a checkpoint."""
-    try:
-        return json.loads(_read(file))
-    except (ValueError, RecursionError) as error:
-        raise damaged(file, error) from error
-
-
-def _read(file: Path) -> bytes:
-    try:
-        return read_small(file, JSON_LIMIT)
-    except OSError as error:
-        raise damaged(file, error) from error
-
-
-def damaged(file: Path, error: Exception) -> DamagedFileError:
-    """Make the error for a file that cannot be used."""
-    return DamagedFileError(
-        f"{file} is missing or damaged ({type(error).__name__}: {error}): restore it from a copy"
-    )
+    with naming_damage(file):
+        return json.loads(read_small(file, JSON_LIMIT))

@@ -6,6 +6,7 @@ import copy
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,40 +16,45 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from flatbed.checkpoint.folder import (
-    OPTIMIZERS,
-    as_folder,
-    check_files,
-    damaged,
-    read_json,
-    read_manifest,
-    reading,
-)
+from flatbed.checkpoint.folder import OPTIMIZERS, check_files, read_json, reading
 from flatbed.checkpoint.save import Training
 from flatbed.checkpoint.state import (
-    check_rng_state,
     check_same,
     dense_state,
-    load_all,
+    load_plain_state,
     plain_state,
+    rng_state,
     set_rng_state,
     shard_like,
     shard_state,
     unpack,
-    unpacked_state,
 )
 from flatbed.distributed.dense_shards import Sharding, local_of
 from flatbed.distributed.ranks import Lockstep, rank, world_size
 from flatbed.errors import FlatbedError
 from flatbed.tables import saving
+from flatbed.tables.files import as_path
 from flatbed.tables.table import Table
-from flatbed.tables.tensor_file import read_tensors
+from flatbed.tables.tensor_file import naming_damage, read_tensors
 
 Finish = Callable[[], object]
 """Does the rest of a change, which cannot fail for lack of space or by a wrong file."""
 
-Begun = list[tuple[Table, tuple[int, int]]]
-"""Tables whose rows are being replaced, and their generations before."""
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What state is loaded into: a model, optimizer, scheduler, scaler, or the random generators."""
+
+    name: str
+    state: Any
+    read: Callable[[], Any]
+    load: Callable[[Any], object]
+    put_back: Callable[[Any], object] | None = None
+    """Loads the state from before, after an error; `load` unless given."""
+    is_large: bool = True
+    """True if tensors from before are kept in host memory, where they take no memory of a GPU."""
+    warning: str = ""
+    """What the user should know, if the load succeeds."""
 
 
 def load_checkpoint(
@@ -72,86 +78,63 @@ def load_checkpoint(
     reads the rows that it holds of tables with ``shard="row"``.
     """
     with Lockstep("loading a checkpoint") as lockstep, ExitStack() as undo:
-        folder, training = as_folder(folder), Training.of(model, optimizer, scheduler, scaler)
-        path, token = _enter_version(folder, lockstep, undo)
-        manifest = read_manifest(path, token)
+        folder = as_path(folder, "folder").absolute()
+        training = Training.of(model, optimizer, scheduler, scaler)
+        path, manifest = _enter_version(folder, lockstep, undo)
         check_files(path, manifest, rank(), world_size())
-        values = _model_values(path, manifest, training)
-        states = _optimizer_states(path, manifest, training.optimizers)
-        others = _other_states(path, manifest, training)
-        random = _random_state(path, manifest) if rng else None
+        of_model = _model_part(path, manifest, training)
+        parts = [
+            *_optimizer_parts(path, manifest, training.optimizers),
+            of_model,
+            *_other_parts(path, manifest, training),
+            *([_random_part(path, manifest)] if rng else []),
+        ]
         _check_names(path, "tables", manifest["tables"], training.tables)
-        tables = {
+        replace_rows = {
             f"table {name}": _begin_table(path, name, training, manifest=manifest, undo=undo)
             for name in training.tables
         }
-        _warn_of_other_classes(path, training.optimizers)
+        for part in parts:
+            if part.warning:
+                warnings.warn(part.warning, stacklevel=2)
         lockstep.meet()
-        begun: Begun = []
-        put_back = _copy_state(training)
+        begun: list[tuple[Table, tuple[int, int]]] = []  # with their generations before
+        before = [(part, _copied(part.read(), to_host=part.is_large)) for part in parts]
         try:  # no context manager of a generator: interrupted at its exit, it would end later, at any time
-            dense: dict[str, Finish] = {
-                "an optimizer": partial(load_all, training.optimizers, states),
-                f"model {type(model).__name__}": partial(model.load_state_dict, values, strict=False),
-            }
-            _finish_all(dense | others, path)
+            _finish_all({part.name: partial(part.load, part.state) for part in parts}, path)
             lockstep.meet()
             begun += ((table, table._store.generation) for table in training.tables.values())
-            _finish_all(tables, path)  # last: rows are not copied
+            _finish_all(replace_rows, path)  # last: rows are not copied
             lockstep.meet()
         except BaseException:
-            put_back(begun)
+            if any(table._store.generation != generation for table, generation in begun):
+                for table, _ in begun:
+                    table._store.mark_half_loaded(True)
+            for part, state in reversed(before):
+                with suppress(Exception):  # of the part that raised, which may refuse any state
+                    (part.put_back or part.load)(state)
             raise
         for table in training.tables.values():
             table._store.mark_half_loaded(False)
-        if random is not None:
-            set_rng_state(random)
     return dict(manifest["extra"])
 
 
-def _enter_version(folder: Path, lockstep: Lockstep, undo: ExitStack) -> tuple[Path, str]:
-    """Return the version to read and its token, the same on all ranks, and keep it until `undo` closes."""
+def _enter_version(folder: Path, lockstep: Lockstep, undo: ExitStack) -> tuple[Path, dict[str, Any]]:
+    """Return the version to read and its manifest, the same on all ranks, and keep it until `undo` closes."""
     name = ""
     if lockstep.first:
-        path, token = undo.enter_context(reading(folder))
+        path, manifest = undo.enter_context(reading(folder))
         name = path.name
     lockstep.meet()
     name = lockstep.of_first(name)
     if not lockstep.first:
         is_version = folder.name == name  # also the first rank was given one
-        path, token = undo.enter_context(reading(folder if is_version else folder / name))
-    return path, token
+        path, manifest = undo.enter_context(reading(folder if is_version else folder / name))
+    return path, manifest
 
 
-def _copy_state(training: Training) -> Callable[[Begun], None]:
-    """Copy the present state of model, optimizers, schedulers and scaler; returns what loads it back.
-
-    If a table has changed since it was begun, that function also lets all of them raise from then on.
-    """
-    model = {
-        name: _copied(value, to_host=isinstance(value, Tensor))
-        for name, value in dense_state(training.model).items()
-    }
-    optimizers = [_copied(plain_state(optimizer), to_host=True) for optimizer in training.optimizers]
-    others = [(thing, _copied(thing.state_dict())) for thing in training.with_state_dicts]
-
-    def put_back(begun: Begun) -> None:
-        if any(table._store.generation != before for table, before in begun):
-            for table, _ in begun:
-                table._store.mark_half_loaded(True)
-        _put_back(training.model, model)
-        for optimizer, state in zip(training.optimizers, optimizers, strict=True):
-            with suppress(Exception):  # of the part that raised, which may refuse any state
-                load_all([optimizer], [state])
-        for thing, state in others:
-            with suppress(Exception):
-                thing.load_state_dict(state)
-
-    return put_back
-
-
-def _copied(value: Any, *, to_host: bool = False) -> Any:
-    """Copy a state dict; tensors also to the host, where they take no memory of a GPU."""
+def _copied(value: Any, *, to_host: bool) -> Any:
+    """Copy a state dict."""
 
     def copied(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
@@ -160,10 +143,7 @@ def _copied(value: Any, *, to_host: bool = False) -> Any:
                 return sharding.wrap(local_of(leaf).detach().clone())
             is_empty = leaf.is_meta or nn.parameter.is_lazy(leaf)
             return leaf if is_empty else leaf.detach().to("cpu" if to_host else leaf.device, copy=True)
-        try:
-            return copy.deepcopy(leaf)
-        except Exception:  # an object of the user's that cannot be copied
-            return leaf
+        return copy.deepcopy(leaf)
 
     return tree_map(copied, value)
 
@@ -197,28 +177,21 @@ def _finish_all(parts: Mapping[str, Finish], path: Path) -> None:
 @contextmanager
 def _reading(file: Path) -> Iterator[dict[str, Tensor]]:
     """Yield the tensors of a file, none without the file; what does not fit them is damage."""
-    try:
+    with naming_damage(file):
         yield read_tensors(file) if file.exists() else {}
-    except FlatbedError:
-        raise
-    except saving.DAMAGE as error:
-        raise damaged(file, error) from error
 
 
-def _model_values(path: Path, manifest: Mapping[str, Any], training: Training) -> dict[str, Any]:
+def _model_part(path: Path, manifest: Mapping[str, Any], training: Training) -> Part:
     """Read the model's state dict, and check that it fits."""
+    model = training.model
     with _reading(path / "model.safetensors") as tensors:
         values = {name: unpack(value, tensors) for name, value in manifest["model"].items()}
-    ours = dense_state(training.model)
-    for name in (name for name in ours if name in manifest["tables"]):
+    ours = dense_state(model)
+    for name in (manifest["tables"].keys() & ours.keys()) | (training.tables.keys() & values.keys()):
         raise FlatbedError(
-            f"'{name}' is a table in {path}, and none in the model: load it into a model with "
-            "flatbed.Embedding there, and put the module's to_torch() in its place"
-        )
-    for name in (name for name in values if name in training.tables):
-        raise FlatbedError(
-            f"'{name}' is no table in {path}, and one in the model: load it into a model with nn.Embedding "
-            "there, and put flatbed.Embedding.from_pretrained(weight, freeze=False) in its place"
+            f"'{name}' is {'a' if name in manifest['tables'] else 'no'} table in {path}, other than in the "
+            "model: load it into a model with the same module, flatbed.Embedding or nn.Embedding, and then "
+            "use to_torch() or flatbed.Embedding.from_pretrained(weight, freeze=False)"
         )
     _check_names(path, "parameters and buffers", values, ours)
     for name, mine in ours.items():
@@ -229,7 +202,9 @@ def _model_values(path: Path, manifest: Mapping[str, Any], training: Training) -
             found = tuple(saved.shape) if isinstance(saved, Tensor) else saved
             raise FlatbedError(f"'{name}' is {found} in {path}, and {tuple(mine.shape)} in the model")
         values[name] = shard_like(saved, mine)
-    return values
+    load = partial(model.load_state_dict, strict=False)
+    read, put_back = partial(dense_state, model), partial(_put_back, model)
+    return Part(f"model {type(model).__name__}", values, read, load, put_back)
 
 
 def _check_names(path: Path, what: str, saved: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
@@ -253,43 +228,38 @@ def _check_count(path: Path, what: str, n_saved: int, n_given: int) -> None:
         )
 
 
-def _optimizer_states(
+def _optimizer_parts(
     path: Path, manifest: Mapping[str, Any], optimizers: Sequence[Optimizer]
-) -> list[dict[str, Any]]:
+) -> Iterator[Part]:
     if not optimizers:
-        return []
+        return
     _check_count(path, "optimizers", manifest["n_optimizers"], len(optimizers))
-    states, kept = [], read_json(path / OPTIMIZERS)
+    kept = read_json(path / OPTIMIZERS)
     for number, optimizer in enumerate(optimizers):
+        given = type(optimizer).__name__
         with _reading(path / f"optimizer-{number}.safetensors") as tensors:
             about = kept[number]
             state = unpack(about["state"], tensors)
             check_same(optimizer, state, about["shapes"], where=f"{path} (optimizer {number})")
-            states.append(shard_state(optimizer, state))
-    return states
+            state, saved = shard_state(optimizer, state), about.get("class", given)
+        warning = (
+            f"{path} holds the state of {saved}, and {given} goes on with it: build {saved}, or ignore this"
+        )
+        yield Part(
+            f"optimizer {number} ({given})",
+            state,
+            read=partial(plain_state, optimizer),
+            load=partial(load_plain_state, optimizer),
+            warning=warning if saved != given else "",
+        )
 
 
-def _warn_of_other_classes(path: Path, optimizers: Sequence[Optimizer]) -> None:
-    for about, optimizer in zip(read_json(path / OPTIMIZERS) if optimizers else (), optimizers, strict=True):
-        given = type(optimizer).__name__
-        saved = about.get("class", given)
-        if saved != given:
-            warnings.warn(
-                f"{path} holds the state of {saved}, and {given} goes on with it: build {saved} if that is "
-                f"not meant",
-                stacklevel=3,
-            )
-
-
-def _other_states(path: Path, manifest: Mapping[str, Any], training: Training) -> dict[str, Finish]:
-    """Read the state of schedulers and scaler; returns their names, and the functions that load it."""
-    scalers = [] if training.scaler is None else [training.scaler]
-    saved_scalers = [] if manifest["scaler"] is None else [manifest["scaler"]]
+def _other_parts(path: Path, manifest: Mapping[str, Any], training: Training) -> Iterator[Part]:
+    """Read the state of schedulers and scaler."""
     kinds = (
         ("scheduler", training.schedulers, manifest["schedulers"]),
-        ("scaler", scalers, saved_scalers),
+        ("scaler", training.scalers, [manifest["scaler"]] if manifest["scaler"] else []),
     )
-    finishes: dict[str, Finish] = {}
     left_out = [kind for kind, given, saved in kinds if saved and not given]
     if left_out and training.optimizers:
         warnings.warn(
@@ -297,19 +267,22 @@ def _other_states(path: Path, manifest: Mapping[str, Any], training: Training) -
             f"{' and '.join(f'{kind}=' for kind in left_out)}",
             stacklevel=3,
         )
-    for kind, given, saved in kinds:
-        if given:
-            _check_count(path, f"{kind}s", len(saved), len(given))
-            for number, (thing, packed) in enumerate(zip(given, saved, strict=True)):
-                with _reading(path / "state.safetensors") as tensors:
-                    state = unpacked_state(thing, packed, tensors, where=str(path))
-                name = f"{kind} {number} ({type(thing).__name__})"
-                finishes[name] = partial(thing.load_state_dict, state)
-    return finishes
+    for kind, things, states in kinds:
+        if not things:
+            continue
+        _check_count(path, f"{kind}s", len(states), len(things))
+        for number, (thing, packed) in enumerate(zip(things, states, strict=True)):
+            given = type(thing).__name__
+            with _reading(path / "state.safetensors") as tensors:
+                if packed["class"] != given:
+                    raise FlatbedError(f"{path} is of a {packed['class']}; found {given} to load it into")
+                state = unpack(packed["state"], tensors)
+            name, load = f"{kind} {number} ({given})", thing.load_state_dict
+            yield Part(name, state, thing.state_dict, load, is_large=False)
 
 
-def _random_state(path: Path, manifest: Mapping[str, Any]) -> Any:
-    """Read and check the state of this rank's random generators."""
+def _random_part(path: Path, manifest: Mapping[str, Any]) -> Part:
+    """Read the state of this rank's random generators."""
     saved = manifest["rng"]
     if len(saved) != world_size():
         raise FlatbedError(
@@ -317,9 +290,7 @@ def _random_state(path: Path, manifest: Mapping[str, Any]) -> Any:
             "rng=True, on as many ranks, or load without it"
         )
     with _reading(path / "state.safetensors") as tensors:
-        state = unpack(saved[rank()], tensors)
-        check_rng_state(state)
-    return state
+        return Part("rng=True", unpack(saved[rank()], tensors), rng_state, set_rng_state)
 
 
 def _begin_table(
@@ -332,28 +303,14 @@ def _begin_table(
         with_state = bool(training.optimizers)
         saving.check_fit(table, found, with_state=with_state)
         return saving.begin_read(table, found, undo=undo, with_state=with_state)
-    if table.storage != "disk":
+    config, n_ranks = table._store.config, manifest["shards"].get(name, 1)
+    if table.storage != "disk" or config.n_shards != n_ranks:
         raise FlatbedError(
             f"the rows of {name} are not in {path}, but in the table's own file, "
-            f"{manifest['paths'].get(name, 'PATH')}: build it with "
-            f'storage="disk" and that path, or save with copy_disk_tables=True'
+            f"{manifest['paths'].get(name, 'PATH')}, on {n_ranks} ranks: build it there with "
+            'storage="disk", on as many ranks, or save with copy_disk_tables=True'
         )
-    config, n_ranks = table._store.config, manifest["shards"].get(name, 1)
-    if config.n_shards != n_ranks:
-        raise FlatbedError(
-            f"the rows of {name} are in the table's own files, of {n_ranks} ranks, and not in {path}; there "
-            f"are {config.n_shards} ranks: load on {n_ranks} and save with copy_disk_tables=True, for any "
-            "number"
-        )
-    assert config.path is not None
     state = table._store.state_at(token)
-    if config.read_only:
-        if state is None:
-            raise FlatbedError(
-                f"{config.path} (table {name}) was loaded with read_only=True and cannot be loaded into: its "
-                f"file is not as it was when {path.parent} was saved. Load the folder that was saved last"
-            )
-        return lambda: None
     if state is None:
         raise FlatbedError(
             f"{config.path} (table {name}) is not as it was when {path.parent} was saved: "
@@ -361,6 +318,8 @@ def _begin_table(
             "checkpoint in another folder). Load the folder that was saved last, put a copy of the file from "
             "then in its place, or save with copy_disk_tables=True from now on"
         )
+    if config.read_only:
+        return lambda: None
     table._store.check_name()
     saving.check_state(table, config.path, *state)
     return partial(_revert, table, token)

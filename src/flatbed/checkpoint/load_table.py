@@ -8,12 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from flatbed.checkpoint.folder import CURRENT, MANIFEST, check_files, read_manifest, reading
+from flatbed.checkpoint.folder import CURRENT, MANIFEST, check_files, reading
 from flatbed.errors import FlatbedError
 from flatbed.tables.config import Config
 from flatbed.tables.files import as_path
-from flatbed.tables.record import WEIGHT, Record
-from flatbed.tables.saving import TableFile, inspect, read_into
+from flatbed.tables.record import WEIGHT
+from flatbed.tables.saving import config_of, inspect, load
 from flatbed.tables.storage.disk import DiskStorage, ReadOnlyStorage
 from flatbed.tables.storage.disk.format import is_disk_table
 from flatbed.tables.storage.disk.open_files import forget_sums
@@ -46,8 +46,6 @@ def load_table(
     checkpoint, and follow later ones.
     """
     path, target = as_path(path).absolute(), None if to is None else as_path(to, "to").absolute()
-    if not path.exists():
-        raise FlatbedError(f"there is no file {path}: check the path")
     if name is not None and not path.is_dir():
         raise ValueError(f"name is for folders of flatbed.save_checkpoint, and {path} is none: leave it out")
     if is_disk_table(path):
@@ -68,22 +66,19 @@ def load_table(
         raise ValueError(f'`to` names the new file of storage="disk"; found storage={storage!r}, to={to}')
     if target is not None and target.exists():
         raise FlatbedError(f"{target} exists already: load it, choose another path, or delete it first")
-    with _in_checkpoint(path, name) if _is_checkpoint(path) else nullcontext(path) as file:
+    is_checkpoint = (path / CURRENT).exists() or (path / MANIFEST).exists()
+    with _in_checkpoint(path, name) if is_checkpoint else nullcontext(path) as file:
         found = inspect(file)
-        table = Table(found.config(storage, target), device=device, replicate=replicate)
-        read_into(table, found)
+        config = config_of(found.about, found.n_rows, found.record.weight, storage=storage, path=target)
+        table = Table(config, device=device, replicate=replicate)
+        load(table, file)
     return table
-
-
-def _is_checkpoint(path: Path) -> bool:
-    return (path / CURRENT).exists() or (path / MANIFEST).exists()
 
 
 @contextmanager
 def _in_checkpoint(folder: Path, name: str | None) -> Iterator[Path]:
     """Yield the file of a table in a checkpoint, checked; saves of other processes do not remove it."""
-    with reading(folder) as (version, token):
-        manifest = read_manifest(version, token)
+    with reading(folder) as (version, manifest):
         tables = manifest["tables"]
         wanted = [key for key in tables if name in (None, key, key.removesuffix(f".{WEIGHT}"))]
         if len(wanted) != 1:
@@ -92,11 +87,9 @@ def _in_checkpoint(folder: Path, name: str | None) -> Iterator[Path]:
         file = tables[wanted[0]]
         if file is None:
             own = manifest["paths"].get(wanted[0], "PATH")
-            is_sharded = wanted[0] in manifest["shards"]
-            remedy = "save with copy_disk_tables=True" if is_sharded else f"flatbed.load_table({own!r})"
             raise FlatbedError(
-                f"the rows of {wanted[0]} are not in {version}, but in the table's own "
-                f"{'files of each rank' if is_sharded else 'file'}, {own}: {remedy}"
+                f"the rows of {wanted[0]} are not in {version}, but in the table's own file, {own}: "
+                f"flatbed.load_table({own!r}), or save with copy_disk_tables=True, if ranks share the table"
             )
         if file in manifest["files"]:
             check_tensors(version / file, manifest["files"][file])
@@ -106,8 +99,8 @@ def _in_checkpoint(folder: Path, name: str | None) -> Iterator[Path]:
 def _config_of_disk_table(path: Path, *, read_only: bool) -> Config:
     storage = ReadOnlyStorage(path) if read_only else DiskStorage.open(path)
     storage.close()
-    record = Record((storage.record.weight,))
-    found = TableFile(path, storage.n_rows, record, {}, storage.meta.get("table", {})).config("disk", path)
+    about, weight = storage.meta.get("table", {}), storage.record.weight
+    found = config_of(about, storage.n_rows, weight, storage="disk", path=path)
     # A cache would keep rows of earlier checkpoints.
     return replace(found, read_only=True, cache_rows=0) if read_only else found
 
@@ -121,8 +114,7 @@ def check_path(path: Path, *, forget: bool = False) -> str:
         forget_sums(path)
         return f"{path}: its rows are taken as they are, and get checksums when they change"
     if path.is_dir():
-        with reading(path) as (version, token):
-            manifest = read_manifest(version, token)
+        with reading(path) as (version, manifest):
             check_files(version, manifest)
             for file in filter(None, manifest["tables"].values()):
                 inspect(version / file)

@@ -14,21 +14,23 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from flatbed.checkpoint import folder as folders
-from flatbed.checkpoint.folder import CURRENT, MANIFEST, OPTIMIZERS
-from flatbed.checkpoint.state import Packer, dense_state, optimizer_parts, packed_state, rng_state
+from flatbed.checkpoint.folder import CURRENT, OPTIMIZERS
+from flatbed.checkpoint.state import Packer, dense_state, plain_state, rng_state, shapes_of
 from flatbed.distributed.dense_shards import Sharding, whole
 from flatbed.distributed.ranks import Lockstep, communicating, world_size
 from flatbed.errors import FlatbedError
+from flatbed.progress import progress
 from flatbed.tables import saving
 from flatbed.tables.embedding import named_tables
-from flatbed.tables.files import sync_folder, write_text
+from flatbed.tables.files import BLOCK_BYTES, as_path, write_text
 from flatbed.tables.table import Table
-from flatbed.tables.tensor_file import write_tensors
+from flatbed.tables.tensor_file import TensorEntry, writing
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,32 +40,28 @@ class Training:
     model: nn.Module
     optimizers: tuple[Optimizer, ...]
     schedulers: tuple[Any, ...]
-    scaler: Any
+    scalers: tuple[Any, ...]
+    """The scaler, if there is one."""
     tables: dict[str, Table]
 
-    @property
-    def with_state_dicts(self) -> tuple[Any, ...]:
-        """Schedulers and scaler."""
-        return (*self.schedulers, *(() if self.scaler is None else (self.scaler,)))
-
     @staticmethod
-    def of(model: nn.Module, optimizer: Any, scheduler: Any = None, scaler: Any = None) -> Training:
+    def of(model: nn.Module, optimizer: Any, scheduler: Any, scaler: Any) -> Training:
         """Check the arguments of `save_checkpoint` and `load_checkpoint`."""
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module; found {type(model).__name__}")
-        optimizers = _several(optimizer)
+        optimizers, schedulers = _several(optimizer), _several(scheduler)
+        scalers = () if scaler is None else (scaler,)
         for one in optimizers:
             if not isinstance(one, Optimizer):
                 raise TypeError(
                     f"optimizer must be a torch.optim.Optimizer, or several; found {type(one).__name__} "
                     f"(there are scheduler=, scaler= and, for what JSON can hold, extra={{…}})"
                 )
-        schedulers = _several(scheduler)
-        for name, one in (*(("scheduler", s) for s in schedulers), ("scaler", scaler)):
-            is_wrong = isinstance(one, Optimizer | nn.Module) or not hasattr(one, "load_state_dict")
-            if one is not None and is_wrong:
+        for one in (*schedulers, *scalers):
+            if isinstance(one, Optimizer | nn.Module) or not hasattr(one, "load_state_dict"):
                 raise TypeError(
-                    f"{name} must have state_dict and load_state_dict; found {type(one).__name__}"
+                    f"scheduler and scaler must have state_dict and load_state_dict, and be no model or "
+                    f"optimizer; found {type(one).__name__}"
                 )
         tables = dict(named_tables(model))
         known = {id(table) for table in tables.values()}
@@ -74,7 +72,7 @@ class Training:
                         f"{type(one).__name__} has a table that is not in the model ({param!r}): pass a "
                         "module that holds all of them, nn.ModuleList([model, embedding]) for example"
                     )
-        return Training(model, optimizers, schedulers, scaler, tables)
+        return Training(model, optimizers, schedulers, scalers, tables)
 
 
 def _several(given: Any) -> tuple[Any, ...]:
@@ -106,29 +104,23 @@ def save_checkpoint(
     for tables with ``shard="row"``: all ranks write those together, in files that any number of ranks loads.
     """
     with ExitStack() as held, Lockstep("saving a checkpoint") as lockstep:
-        folder, training = folders.as_folder(folder), Training.of(model, optimizer, scheduler, scaler)
+        folder = as_path(folder, "folder").absolute()
+        training = Training.of(model, optimizer, scheduler, scaler)
         if type(keep) is not int or keep < 1:
             raise ValueError(f"keep must be at least 1, the version that is being saved; found {keep!r}")
-        contents: dict[str, Any] = {"extra": _checked_extra(extra)}
-        _warn_of_left_out_optimizers(training)
-        on_disk = [name for name, table in training.tables.items() if table.storage == "disk"]
-        in_place = [] if copy_disk_tables else on_disk
-        if world_size() > 1:
-            _check_replicas(table for name, table in training.tables.items() if name not in in_place)
+        manifest = {"format": folders.FORMAT, "version": folders.FORMAT_VERSION}
+        manifest |= {"extra": _checked_extra(extra), "files": {}}
+        in_place = _tables_in_place(training, copy_disk_tables)
         lockstep.meet()
         random = _rng_of_all_ranks() if rng else []
-        token = contents["token"] = lockstep.of_first(secrets.token_hex(16))
+        token = manifest["token"] = lockstep.of_first(secrets.token_hex(16))
         if lockstep.first:
             held.enter_context(folders.saving(folder))
             version = folders.make_version(folder, token)
             lockstep.undo = partial(_undo, version, token)
         lockstep.meet()
         version = folder / lockstep.of_first(version.name if lockstep.first else "")
-        files: dict[str, Any] = {}
-        contents["model"] = _write_dense(version, training, files=files, lockstep=lockstep)
-        contents["tables"] = _write_tables(version, training, in_place, files=files, lockstep=lockstep)
-        if lockstep.first:
-            _write_manifest(version, training, contents, rng=random, files=files)
+        Version(version, training, lockstep, manifest).write(in_place, random)
         for name in in_place:
             store = training.tables[name]._store
             held.callback(store.disk_storage().release)
@@ -147,21 +139,31 @@ def save_checkpoint(
 def _undo(version: Path, token: str) -> None:
     """Remove the version of a save that has failed."""
     with suppress(FlatbedError):
-        if folders.has_token(version.parent, token):
+        if (version.parent / CURRENT).exists() and folders.read_current(version.parent)[0] == token:
             return  # decided, though perhaps not durably: the next change of a table completes it
     shutil.rmtree(version, ignore_errors=True)
 
 
-def _warn_of_left_out_optimizers(training: Training) -> None:
+def _tables_in_place(training: Training, copy_disk_tables: bool) -> list[str]:
+    """Return the names of tables whose rows stay in their own files; checks that the others can be saved."""
+    in_place, saved = [], [id(optimizer) for optimizer in training.optimizers]
     for name, table in training.tables.items():
-        owner = table._owner
-        if owner is not None and all(owner is not one for one in training.optimizers):
+        if table.storage == "disk" and not copy_disk_tables:
+            in_place.append(name)
+        elif world_size() > 1 and not table.replicate:
+            raise FlatbedError(
+                "a table with replicate=False may differ from rank to rank, and a checkpoint is written by "
+                "the first rank alone: save it on every rank with table.save(path), and the rest without it"
+            )
+    for name, table in training.tables.items():
+        if table._owner is not None and id(table._owner) not in saved:
             warnings.warn(
-                f"{type(owner).__name__}, which trains the table {name}, is not saved, and training cannot "
-                "be resumed from this checkpoint: pass it as optimizer",
+                f"{type(table._owner).__name__}, which trains the table {name}, is not saved, and training "
+                "cannot be resumed from this checkpoint: pass it as optimizer",
                 stacklevel=3,
             )
-            return
+            break
+    return in_place
 
 
 def _checked_extra(extra: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -174,15 +176,10 @@ def _checked_extra(extra: Mapping[str, Any] | None) -> dict[str, Any]:
     for key, value in given.items():
         if key not in read or read[key] != value:  # nan differs from itself
             raise TypeError(
-                f"JSON would change extra[{key!r}], which is {_shortened(value)}: use lists, string keys and "
-                "None in extra, and save schedulers with scheduler="
+                f"JSON would change extra[{key!r}]: use lists, string keys and None in extra, and save "
+                "schedulers with scheduler="
             )
     return given
-
-
-def _shortened(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) < 60 else text[:60] + "…"
 
 
 def _rng_of_all_ranks() -> list[Any]:
@@ -192,119 +189,106 @@ def _rng_of_all_ranks() -> list[Any]:
     return states
 
 
-def _check_replicas(tables: Iterable[Table]) -> None:
-    if any(not table.replicate for table in tables):
-        raise FlatbedError(
-            "a table with replicate=False may differ from rank to rank, and a checkpoint is written by the "
-            "first rank alone: save it on every rank with table.save(path), and the rest without it"
-        )
+@dataclass(frozen=True, slots=True)
+class Version:
+    """A version of a folder that is being written. All ranks call its methods."""
 
+    path: Path
+    training: Training
+    lockstep: Lockstep
+    manifest: dict[str, Any]
 
-def _write_dense(
-    version: Path, training: Training, *, files: dict[str, Any], lockstep: Lockstep
-) -> dict[str, Any]:
-    """Write model and optimizers without tables, add checksums to `files`, and return the model's values.
+    def write(self, in_place: Collection[str], rng: list[Any]) -> None:
+        """Write all files, except for the rows of tables that stay in their own files."""
+        self._write_dense()
+        self._write_tables(in_place)
+        if self.lockstep.first:
+            self._write_others(rng)
+            folders.write_manifest(self.path, self.manifest)
 
-    The first rank writes. All ranks call this, since they exchange their parts of DTensors.
-    """
+    def _write_dense(self) -> None:
+        """Write model and optimizers without tables."""
+        packer = Packer(tied=True)
+        values = dense_state(self.training.model).items()
+        self.manifest["model"] = {name: packer.pack(value, name) for name, value in values}
+        self._write_tensors("model.safetensors", packer)
+        optimizers, self.manifest["n_optimizers"] = [], len(self.training.optimizers)
+        for number, optimizer in enumerate(self.training.optimizers):
+            packer, name = Packer(), f"optimizer-{number}"
+            about = {"class": type(optimizer).__name__, "shapes": shapes_of(optimizer)}
+            optimizers.append({**about, "state": packer.pack(plain_state(optimizer), name)})
+            self._write_tensors(f"{name}.safetensors", packer)
+        if self.lockstep.first:
+            text = json.dumps(optimizers)
+            write_text(self.path / OPTIMIZERS, text)
+            self.manifest["files"][OPTIMIZERS] = zlib.crc32(text.encode())
 
-    def write(name: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-        if lockstep.first:
-            files[name] = write_tensors(version / name, tensors, metadata, whole=partial(_whole, lockstep))
-        else:
-            for tensor in tensors.values():
-                _whole(lockstep, tensor)
+    def _write_tensors(self, name: str, packer: Packer) -> None:
+        """Write a file on the first rank, to which the others send their parts of DTensors."""
+        if not self.lockstep.first:
+            for tensor in packer.tensors.values():
+                self._whole(tensor)
+            return
+        entries = [TensorEntry(key, value.dtype, tuple(value.shape)) for key, value in packer.tensors.items()]
+        metadata = {"format": "pt", **packer.ties}  # ties as in safetensors.torch.save_model
+        n_bytes = sum(entry.nbytes for entry in entries)
+        with (
+            writing(self.path / name, entries, metadata) as writer,
+            progress(f"saving {name}", n_bytes, "bytes") as advance,
+        ):
+            for key, tensor in packer.tensors.items():
+                offset, flat = 0, self._whole(tensor).reshape(-1)
+                for part in torch.split(flat, BLOCK_BYTES // tensor.dtype.itemsize):
+                    writer.write(key, offset, part)
+                    offset += part.nbytes
+                    advance(part.nbytes)
+        self.manifest["files"][name] = writer.checksums
 
-    packer = Packer(tied=True)
-    model = {name: packer.pack(value, name) for name, value in dense_state(training.model).items()}
-    # Ties are named in the metadata, as safetensors.torch.save_model does.
-    write("model.safetensors", packer.tensors, {"format": "pt", **packer.ties})
-    optimizers = []
-    for number, optimizer in enumerate(training.optimizers):
-        about, tensors = optimizer_parts(optimizer, f"optimizer-{number}")
-        write(f"optimizer-{number}.safetensors", tensors, {"format": "pt"})
-        optimizers.append(about)
-    if lockstep.first:
-        text = json.dumps(optimizers)
-        write_text(version / OPTIMIZERS, text)
-        files[OPTIMIZERS] = zlib.crc32(text.encode())
-    return model
+    def _whole(self, tensor: Tensor) -> Tensor:
+        """Return all elements of a tensor. All ranks call this for a DTensor."""
+        sharding = Sharding.of(tensor)
+        if sharding is None:
+            return tensor.detach()
+        if sharding.mesh.size() != world_size():
+            raise FlatbedError(
+                f"a parameter is sharded across {sharding.mesh.size()} of {world_size()} ranks, and a "
+                "checkpoint holds what all ranks share: save it with torch.distributed.checkpoint"
+            )
+        self.lockstep.meet()
+        with communicating(self.lockstep.doing):
+            return whole(tensor.detach())
 
+    def _write_tables(self, in_place: Collection[str]) -> None:
+        """Write tables, ranks of a sharded one together, and note where the rows of the others are."""
+        configs = {name: self.training.tables[name]._store.config for name in in_place}
+        self.manifest["paths"] = {name: str(config.path) for name, config in configs.items()}
+        self.manifest["shards"] = {
+            name: config.n_shards for name, config in configs.items() if config.n_shards > 1
+        }
+        tables = self.manifest["tables"] = {}
+        for number, (name, table) in enumerate(self.training.tables.items()):
+            file = tables[name] = None if name in in_place else f"table-{number}.safetensors"
+            if file is not None and (self.lockstep.first or table._shards is not None):
+                checksums = saving.write(table, self.path / file, self.lockstep, name=name)
+                self.manifest["files"][file] = checksums
 
-def _whole(lockstep: Lockstep, tensor: Tensor) -> Tensor:
-    """Return all elements of a tensor. All ranks call this for a DTensor."""
-    sharding = Sharding.of(tensor)
-    if sharding is None:
-        return tensor.detach()
-    if sharding.mesh.size() != world_size():
-        raise FlatbedError(
-            f"a parameter is sharded across {sharding.mesh.size()} of {world_size()} ranks, and a checkpoint "
-            "holds what all ranks share: save it with torch.distributed.checkpoint"
-        )
-    lockstep.meet()
-    with communicating(lockstep.doing):
-        return whole(tensor.detach())
-
-
-def _write_tables(
-    version: Path,
-    training: Training,
-    in_place: Collection[str],
-    *,
-    files: dict[str, Any],
-    lockstep: Lockstep,
-) -> dict[str, str | None]:
-    """Write the tables, and add checksums to `files`.
-
-    Returns the file of each table, None for those whose rows stay in their own files.
-    """
-    named: dict[str, str | None] = {}
-    for number, (name, table) in enumerate(training.tables.items()):
-        file = named[name] = None if name in in_place else f"table-{number}.safetensors"
-        if file is not None and (lockstep.first or table._shards is not None):
-            files[file] = saving.write(table, version / file, lockstep, name=name)
-    return named
-
-
-def _write_manifest(
-    version: Path, training: Training, contents: Mapping[str, Any], *, rng: Any, files: dict[str, Any]
-) -> None:
-    """Write other state, and the list of contents."""
-    packer = Packer()
-    schedulers = [packed_state(s, packer, f"scheduler {n}") for n, s in enumerate(training.schedulers)]
-    scaler = None if training.scaler is None else packed_state(training.scaler, packer, "scaler")
-    packed_rng = packer.pack(rng, "rng")
-    if packer.tensors:
-        name = "state.safetensors"
-        files[name] = write_tensors(version / name, packer.tensors, {"format": "pt"})
-    in_place = {
-        name: training.tables[name]._store.config for name, file in contents["tables"].items() if file is None
-    }
-    shards = {
-        name: config.n_shards
-        for name, config in in_place.items()
-        if training.tables[name]._shards is not None
-    }
-    manifest = {
-        "format": folders.FORMAT,
-        "version": folders.FORMAT_VERSION,
-        **contents,
-        "n_optimizers": len(training.optimizers),
-        **({"shards": shards} if shards else {}),  # sharded tables, in a file of each rank
-        "paths": {name: str(config.path) for name, config in in_place.items()},
-        "schedulers": schedulers,
-        "scaler": scaler,
-        "rng": packed_rng,
-        "files": files,
-    }
-    write_text(version / MANIFEST, folders.write_checksum(manifest))
-    sync_folder(version.parent)
+    def _write_others(self, rng: list[Any]) -> None:
+        """Write schedulers, scaler and random generators."""
+        packer, manifest = Packer(), self.manifest
+        for kind, things in (("schedulers", self.training.schedulers), ("scaler", self.training.scalers)):
+            manifest[kind] = [
+                {"class": type(one).__name__, "state": packer.pack(one.state_dict(), f"{kind} {number}")}
+                for number, one in enumerate(things)
+            ]
+        manifest["scaler"] = next(iter(manifest["scaler"]), None)
+        manifest["rng"] = packer.pack(rng, "rng")
+        if packer.tensors:
+            self._write_tensors("state.safetensors", packer)
 
 
 def _write_current(version: Path, token: str, *, keep: int) -> list[str]:
     """Make a version the valid one; returns the names of those that stay."""
-    current = version.parent / CURRENT
-    known = folders.read_current(version.parent) if current.exists() else None
-    previous = [] if known is None else [known.version, *known.previous][: keep - 1]
-    write_text(current, json.dumps({"token": token, "version": version.name, "previous": previous}))
+    previous = folders.kept_versions(version.parent)[: keep - 1]
+    current = {"token": token, "version": version.name, "previous": previous}
+    write_text(version.parent / CURRENT, json.dumps(current))
     return [version.name, *previous]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from flatbed.distributed.dense_shards import Sharding, is_dtensor, local_of
 from flatbed.errors import FlatbedError
 from flatbed.optim.optimizer import Optimizer as FlatbedOptimizer
 from flatbed.tables.embedding import DenseStateDict
-from flatbed.tables.tensor_file import RESERVED, check_plain
+from flatbed.tables.tensor_file import RESERVED
 
 MARK = "$"  # first character of JSON keys that encode a type
 
@@ -66,7 +66,7 @@ class Packer:
         return {"$dict": [[self.pack(key, f"{name}.key"), item] for key, item in items]}
 
     def _tensor(self, value: Tensor, name: str) -> Any:
-        check_plain(value, name)
+        _check_plain(value, name)
         local = local_of(value)
         place = (value.device, local.data_ptr(), value.dtype, tuple(value.shape), value.stride())
         if self._tied and value.numel() and place in self._places:
@@ -82,8 +82,36 @@ class Packer:
         return {"$tensor": name, "stride": list(value.stride())} if dense else {"$tensor": name}
 
 
+def _check_plain(tensor: Tensor, name: str) -> None:
+    """Raise unless a tensor is dense and initialized, and whole or a DTensor."""
+    if nn.parameter.is_lazy(tensor) or tensor.is_meta:
+        raise FlatbedError(f"'{name}' has no values yet: run the model once, then save it")
+    is_sharded = hasattr(tensor, "to_local") and not is_dtensor(tensor)
+    if tensor.layout != torch.strided or tensor.is_quantized or is_sharded:
+        raise FlatbedError(
+            f"'{name}' is sparse, quantized or sharded ({type(tensor).__name__}), which safetensors cannot "
+            "hold: save it by other means"
+        )
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{name!r} is no dtype")
+    return found
+
+
+DECODERS: dict[str, Callable[[Any], Any]] = {
+    "$tuple": tuple,
+    "$dict": dict,
+    "$counter": lambda pairs: Counter(dict(pairs)),
+    "$float": float,
+    "$dtype": _dtype,
+}
+
+
 def unpack(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Decode what `Packer.pack` encoded. Wrong values raise one of `saving.DAMAGE`."""
+    """Decode what `Packer.pack` encoded. Wrong values raise any error."""
     if isinstance(value, list):
         return [unpack(item, tensors) for item in value]
     if not isinstance(value, dict):
@@ -96,19 +124,9 @@ def unpack(value: Any, tensors: Mapping[str, Tensor]) -> Any:
         if made.untyped_storage().nbytes() != found.nbytes:
             raise ValueError(f"the strides {value['stride']} of '{value['$tensor']}' leave gaps")
         return torch.empty_strided(found.shape, value["stride"], dtype=found.dtype).copy_(found)
-    if "$tuple" in value:
-        return tuple(unpack(item, tensors) for item in value["$tuple"])
-    if "$dict" in value:
-        return {unpack(key, tensors): unpack(item, tensors) for key, item in value["$dict"]}
-    if "$counter" in value:
-        return Counter({unpack(key, tensors): unpack(item, tensors) for key, item in value["$counter"]})
-    if "$float" in value:
-        return float(value["$float"])
-    if "$dtype" in value:
-        found = getattr(torch, value["$dtype"])
-        if not isinstance(found, torch.dtype):
-            raise ValueError(f"{value['$dtype']!r} is no dtype")
-        return found
+    for mark, decode in DECODERS.items():
+        if mark in value:
+            return decode(unpack(value[mark], tensors))
     return {key: unpack(item, tensors) for key, item in value.items()}
 
 
@@ -120,14 +138,6 @@ def dense_state(model: nn.Module) -> dict[str, Any]:
     return dict(model.state_dict(destination=DenseStateDict()))
 
 
-def optimizer_parts(optimizer: Optimizer, name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Encode an optimizer's state without that of tables: JSON, and the tensors it refers to."""
-    packer = Packer()
-    packed = packer.pack(plain_state(optimizer), name)
-    about = {"class": type(optimizer).__name__, "shapes": shapes_of(optimizer), "state": packed}
-    return about, packer.tensors
-
-
 def plain_state(optimizer: Optimizer) -> dict[str, Any]:
     """Return the state dict of any optimizer, without its tables."""
     if isinstance(optimizer, FlatbedOptimizer):
@@ -135,9 +145,37 @@ def plain_state(optimizer: Optimizer) -> dict[str, Any]:
     return dict(optimizer.state_dict())
 
 
+def load_plain_state(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """Load a state of `plain_state`; tables stay as they are."""
+    for saved, own in zip(state["param_groups"], optimizer.param_groups, strict=True):
+        for key, value in saved.items():
+            if isinstance(value, Tensor) and isinstance(own.get(key), Tensor):
+                saved[key] = value.to(own[key].device)  # the learning rate of a captured step
+    if isinstance(optimizer, FlatbedOptimizer):
+        optimizer._load_state_dict_without_tables(state)
+    else:
+        optimizer.load_state_dict(state)
+
+
 def shapes_of(optimizer: Optimizer) -> list[list[list[int]]]:
     """Return the shapes of an optimizer's parameters by group."""
     return [[list(p.shape) for p in group["params"]] for group in optimizer.param_groups]
+
+
+def check_same(optimizer: Optimizer, state: Any, shapes: Any, *, where: str) -> None:
+    """Raise unless state was saved from the same parameters in the same groups."""
+    compared: list[tuple[str, Any, Any]] = [("parameters of the shapes", shapes, shapes_of(optimizer))]
+    groups = zip(state["param_groups"], optimizer.param_groups, strict=False)  # shapes differ, too
+    for number, (saved, own) in enumerate(groups):
+        theirs, ours = saved.get("param_names"), own.get("param_names")
+        if theirs is not None and ours is not None:
+            compared.append((f"the parameters of group {number}", list(theirs), list(ours)))
+    for what, theirs, ours in compared:
+        if theirs != ours:
+            raise FlatbedError(
+                f"{where} holds state for {what} {str(theirs)[:200]}; {type(optimizer).__name__} has "
+                f"{str(ours)[:200]}. Build it over the same parameters, in the same order"
+            )
 
 
 def shard_like(value: Any, like: Any) -> Any:
@@ -161,62 +199,7 @@ def shard_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
     return {**state, "state": {**state["state"], **held}}
 
 
-def check_same(optimizer: Optimizer, state: Any, shapes: Any, *, where: str) -> None:
-    """Raise unless state was saved from the same parameters in the same groups."""
-    ours = shapes_of(optimizer)
-    if shapes != ours:
-        raise FlatbedError(
-            f"{where} holds state for groups of parameters of the shapes {_shortened(shapes)}; "
-            f"{type(optimizer).__name__} has {_shortened(ours)}. Build it over the same parameters"
-        )
-    for key, held in state["state"].items():
-        if not isinstance(key, int | str) or not isinstance(held, dict):
-            raise TypeError(f"the state of {key!r} is {held!r}")
-    for number, (saved, own) in enumerate(zip(state["param_groups"], optimizer.param_groups, strict=True)):
-        if len(saved["params"]) != len(own["params"]):
-            raise ValueError(f"group {number} has the parameters {saved['params']}")
-        theirs, mine = saved.get("param_names"), own.get("param_names")
-        if theirs is not None and mine is not None and list(theirs) != list(mine):
-            raise FlatbedError(
-                f"{where}, group {number}, is of the parameters {_shortened(theirs)}; "
-                f"{type(optimizer).__name__} has {_shortened(mine)}, in this order"
-            )
-
-
-def _shortened(value: Any) -> str:
-    text = str(value)
-    return text if len(text) < 200 else text[:200] + "…"
-
-
-def load_all(optimizers: Sequence[Optimizer], states: Sequence[dict[str, Any]]) -> None:
-    """Load states of `plain_state`; tables stay as they are."""
-    for optimizer, state in zip(optimizers, states, strict=True):
-        for saved, own in zip(state["param_groups"], optimizer.param_groups, strict=True):
-            for key, value in saved.items():
-                if isinstance(value, Tensor) and isinstance(own.get(key), Tensor):
-                    saved[key] = value.to(own[key].device)  # the learning rate of a captured step
-        if isinstance(optimizer, FlatbedOptimizer):
-            optimizer._load_state_dict_without_tables(state)
-        else:
-            optimizer.load_state_dict(state)
-
-
-# ---- schedulers, scalers, random numbers
-
-
-def packed_state(thing: Any, packer: Packer, name: str) -> dict[str, Any]:
-    """Encode the state dict of a scheduler or a scaler."""
-    return {"class": type(thing).__name__, "state": packer.pack(thing.state_dict(), name)}
-
-
-def unpacked_state(thing: Any, packed: Any, tensors: Mapping[str, Tensor], *, where: str) -> Any:
-    """Decode a state dict, which must be of the same class."""
-    if packed["class"] != type(thing).__name__:
-        raise FlatbedError(f"{where} is of a {packed['class']}; found {type(thing).__name__} to load it into")
-    state = unpack(packed["state"], tensors)
-    if not isinstance(state, dict):
-        raise TypeError(f"the state of {packed['class']} is {type(state).__name__}")
-    return state
+# ---- random numbers
 
 
 def rng_state() -> dict[str, Any]:
@@ -229,15 +212,6 @@ def rng_state() -> dict[str, Any]:
         "python": random.getstate(),
         "numpy": (numpy[0], numpy[1].tolist(), *numpy[2:]),
     }
-
-
-def check_rng_state(state: Any) -> None:
-    """Raise one of `saving.DAMAGE` unless `set_rng_state` can use a state."""
-    torch.Generator().set_state(state["torch"])
-    if not all(isinstance(one, Tensor) and one.dtype == torch.uint8 for one in state["cuda"]):
-        raise TypeError("the states of GPUs are no bytes")
-    random.Random().setstate(state["python"])
-    np.random.RandomState().set_state(state["numpy"])
 
 
 def set_rng_state(state: Mapping[str, Any]) -> None:

@@ -9,6 +9,7 @@ import secrets
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,11 +20,11 @@ from torch import Tensor
 from flatbed.cuda.host_memory import available_bytes
 from flatbed.errors import FlatbedError
 from flatbed.progress import progress
-from flatbed.tables import initializers as initial
 from flatbed.tables.config import Config, as_integer
 from flatbed.tables.files import check_folder, draft_of, replacing, sync_folder, write_at, write_text
-from flatbed.tables.record import DTYPES, NAMES, WEIGHT, Record
+from flatbed.tables.record import DTYPES, NAMES, WEIGHT, Field, Record
 from flatbed.tables.row_io import READ
+from flatbed.tables.saving import config_of, describe
 from flatbed.tables.storage.base import Fill, row_blocks
 from flatbed.tables.tensor_file import TensorEntry, writing
 
@@ -39,11 +40,7 @@ def copy(table: Table) -> Table:
     No optimizer has the copy. Gradients that no step has used yet are not copied.
     """
     store = table._store
-    if store.config.path is not None:
-        raise FlatbedError(
-            f"a table on disk ({store.config.path}) is not copied along: save it (table.save(path)) and make "
-            "the copy from that (flatbed.load_table), in host memory or in a file of its own"
-        )
+    _check_in_memory(store.config)
     made = type(table)(store.config, device=store.device, replicate=table.replicate)
     if store.is_allocated:
         source = store.ensure_layout()
@@ -61,15 +58,9 @@ def pickled_parts(table: Table) -> tuple[Any, ...]:
     """Return the content of a pickled table: the arguments of `rebuild` after `kind`."""
     store = table._store
     config = store.config
-    if config.path is not None:
-        raise FlatbedError(
-            f"a table on disk ({config.path}) is not pickled: use flatbed.save_checkpoint or table.save(path)"
-        )
+    _check_in_memory(config)
     about = {
-        **config.describe(),
-        "num_embeddings": config.n_rows,
-        "embedding_dim": config.dim,
-        "dtype": NAMES[config.dtype],
+        **describe(config),
         "storage": config.storage,
         **{name: getattr(config, name) for name in CACHE},
         "device": str(store.device),
@@ -97,18 +88,12 @@ def rebuild(
     scalars: dict[str, float],
 ) -> Table:
     """Make a table from `pickled_parts`; on the CPU, if the device that computed is missing."""
-    config = Config(
-        n_rows=about["num_embeddings"],
-        dim=about["embedding_dim"],
-        dtype=DTYPES[about["dtype"]],
-        storage=about["storage"],
-        path=None,
-        init=initial.described(about["init"]),
-        seed=about["seed"],
-        padding_idx=about["padding_idx"],
-        **{name: about[name] for name in CACHE if name in about},  # pickles from before caches have none
-    )
-    device = _present(torch.device(about["device"]))
+    weight = Field(WEIGHT, DTYPES[about["dtype"]], about["embedding_dim"])
+    cache = {name: about[name] for name in CACHE if name in about}  # pickles from before caches have none
+    config = replace(config_of(about, about["num_embeddings"], weight, storage=about["storage"]), **cache)
+    device = torch.device(about["device"])
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        device = torch.device("cpu")
     made = kind(config, device=device, replicate=about["replicate"])
     if fields:
         record = Record.described(fields)
@@ -130,10 +115,12 @@ def _fill(table: Table, record: Record, fill: Fill, scalars: dict[str, float]) -
     table._store.adopt_state(scalars)
 
 
-def _present(device: torch.device) -> torch.device:
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        return torch.device("cpu")
-    return device
+def _check_in_memory(config: Config) -> None:
+    if config.path is not None:
+        raise FlatbedError(
+            f"a table on disk ({config.path}) is neither copied nor pickled: use flatbed.save_checkpoint or "
+            "table.save(path), and make copies with flatbed.load_table"
+        )
 
 
 # ---- files for other programs, written block by block
@@ -151,10 +138,6 @@ def export(table: Table, path: Path, *, shard_bytes: Any = None) -> None:
     If the table is sharded, all ranks call this, and the first rank writes.
     """
     config = table._store.config
-    if path.suffix in FILES and shard_bytes is not None:
-        raise ValueError(
-            f"shard_bytes is for folders; found {path.name}: leave it out, or give a folder's name"
-        )
     if path.suffix not in ("", *FILES) and not path.is_dir():
         raise ValueError(
             f"{path.name} ends in {path.suffix}; expected .npy, .safetensors, or the name of a new folder, "
@@ -166,18 +149,18 @@ def export(table: Table, path: Path, *, shard_bytes: Any = None) -> None:
         raise ValueError(f"shard_bytes must hold a row of {config.weight.nbytes} bytes; found {shard_bytes}")
     if path.suffix == ".npy" and config.dtype == torch.bfloat16:
         raise FlatbedError(f"numpy has no bfloat16, and {path.name} could not be read: export safetensors")
-    is_file = path.suffix in FILES
-    files = _split(table.num_embeddings, table.num_embeddings if is_file else shard_rows)
+    n_rows = table.num_embeddings
+    file_rows = n_rows if path.suffix in FILES else shard_rows
+    files = [range(first, min(first + file_rows, n_rows)) for first in range(0, n_rows, file_rows)]
     if table._shards is not None and table._shards.rank > 0:
-        for rows in files:  # take part in the reads of the rank that writes
-            for _ in row_blocks(rows.start, rows.stop, table._store.record.nbytes):
-                table.read_rows([])
+        for _ in (block for rows in files for block in _blocks(table, rows)):
+            pass  # take part in the reads of the rank that writes
         table.read_rows([])
         return
     table._store.ensure_layout()
     with (
         table._failing_together(READ),
-        progress(f"exporting {path.name}", table.num_embeddings, "rows") as advance,
+        progress(f"exporting {path.name}", n_rows, "rows") as advance,
     ):
         if path.suffix == ".npy":
             _write_npy(table, path, advance)
@@ -189,10 +172,6 @@ def export(table: Table, path: Path, *, shard_bytes: Any = None) -> None:
             table.read_rows([])  # the other ranks learn that the file is complete
 
 
-def _split(n_rows: int, n_most: int) -> list[range]:
-    return [range(first, min(first + n_most, n_rows)) for first in range(0, n_rows, n_most)]
-
-
 def _blocks(table: Table, rows: range) -> Iterator[tuple[int, Tensor]]:
     """Yield (first byte, weights) of consecutive rows of a file with these rows."""
     size = table._store.config.weight.nbytes
@@ -200,7 +179,8 @@ def _blocks(table: Table, rows: range) -> Iterator[tuple[int, Tensor]]:
         if table._shards is None:
             weights = table._store.read_field(WEIGHT, first, last)
         else:
-            weights = table.read_rows(torch.arange(first, last, device="cpu")).cpu()
+            n_wanted = 0 if table._shards.rank else last - first
+            weights = table.read_rows(torch.arange(first, first + n_wanted, device="cpu")).cpu()
         yield (first - rows.start) * size, weights
 
 

@@ -232,13 +232,11 @@ def weight_blocks(
         last = min(first + min(size, block_rows), n_rows)
         bounds.append((first, last))
         first, size = last, size * GROWTH
-    if is_in_place:
-        assert storage.memory is not None
+    if is_in_place or device.type == "cpu":
+        memory = storage.memory if is_in_place else None
         for first, last in bounds:
-            yield first, storage.record.view(storage.memory[first:last], WEIGHT)
-    elif device.type == "cpu":
-        for first, last in bounds:
-            yield first, storage.record.view(storage.read(first, last), WEIGHT)
+            records = storage.read(first, last) if memory is None else memory[first:last]
+            yield first, storage.record.view(records, WEIGHT)
     else:
         yield from _copied_ahead(storage, device, bounds)
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
-import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,28 +14,29 @@ from torch import Tensor
 
 from flatbed.distributed.ranks import Lockstep, world_size
 from flatbed.distributed.row_shards import RowShards
-from flatbed.errors import DamagedFileError, FlatbedError
+from flatbed.errors import FlatbedError
 from flatbed.progress import progress
 from flatbed.tables import initializers as initial
 from flatbed.tables.config import Config
 from flatbed.tables.record import DTYPES, NAMES, WEIGHT, Field, Record
 from flatbed.tables.storage.base import row_blocks
 from flatbed.tables.storage.disk.format import is_disk_table
-from flatbed.tables.tensor_file import RESERVED, TensorEntry, Writer, entries_of, opened, writing
+from flatbed.tables.tensor_file import (
+    KINDS,
+    RESERVED,
+    TensorEntry,
+    Writer,
+    naming_damage,
+    opened,
+    writing,
+)
 
 if TYPE_CHECKING:
     from flatbed.tables.table import Table
 
 FORMAT, VERSIONS = "flatbed-table", ("1", "2")  # 2: tensors have the table's name in a model
-OTHER_KINDS = [
-    (b"\x93NUMPY", "numpy", "numpy.load(path)"),
-    (b"PK\x03\x04", "torch.save", "torch.load(path)"),
-]
-"""First bytes of files that are no tables, their kind, and how to read them."""
 SEGMENT_BYTES = 1 << 24
 """Bytes of records that a rank exchanges at a time: it holds them as read, received, in order and copied."""
-DAMAGE = (KeyError, IndexError, TypeError, ValueError, RuntimeError, AttributeError, OverflowError)
-"""Errors that reading a damaged description may raise; a RecursionError is a RuntimeError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,21 +52,30 @@ class TableFile:
     name: str = ""
     """Name of the table in a model, if its tensors have that name."""
 
-    def config(self, storage: str, path: Path | None = None) -> Config:
-        """The config of a table like this one."""
-        weight, padding_idx = self.record.weight, self.about.get("padding_idx")
-        if not isinstance(padding_idx, int | None):
-            raise ValueError(f"padding_idx is {padding_idx!r}")
-        return Config(
-            n_rows=self.n_rows,
-            dim=weight.count,
-            dtype=weight.dtype,
-            storage=storage,
-            path=path,
-            init=initial.described(self.about["init"]) if "init" in self.about else initial.parse("normal"),
-            seed=int(self.about.get("seed", 0)),
-            padding_idx=padding_idx,
-        )
+
+def describe(config: Config) -> dict[str, Any]:
+    """Return what the file of a table, or its pickle, says of it besides its fields, as JSON values."""
+    sizes = {"num_embeddings": config.n_rows, "embedding_dim": config.dim, "dtype": NAMES[config.dtype]}
+    return {**config.describe(), **sizes}
+
+
+def config_of(
+    about: Mapping[str, Any], n_rows: int, weight: Field, *, storage: str, path: Path | None = None
+) -> Config:
+    """Make the config of a table from `describe`, most of which may be missing."""
+    padding_idx = about.get("padding_idx")
+    if not isinstance(padding_idx, int | None):
+        raise ValueError(f"padding_idx is {padding_idx!r}")
+    return Config(
+        n_rows=n_rows,
+        dim=weight.count,
+        dtype=weight.dtype,
+        storage=storage,
+        path=path,
+        init=initial.described(about["init"]) if "init" in about else initial.parse("normal"),
+        seed=int(about.get("seed", 0)),
+        padding_idx=padding_idx,
+    )
 
 
 # ---- writing
@@ -92,7 +100,12 @@ def write(table: Table, path: Path, lockstep: Lockstep, *, name: str = "") -> di
     entries, metadata, scalars = _contents(table, name)
     record, shards, shared = table._store.record, table._shards, None
     if shards is not None:
-        check_all_ranks(shards)
+        if shards.channel.ranks != list(range(world_size())):
+            raise FlatbedError(
+                f"the rows of the table are sharded across the ranks {shards.channel.ranks} of "
+                f"{world_size()}, and a file is written by all of them: build the table without "
+                "process_group and mesh"
+            )
         shared = (shards.channel, lockstep)
     buffer = torch.empty(0, dtype=torch.uint8)  # for all copies: new ones would fragment memory
     with (
@@ -121,19 +134,13 @@ def _contents(table: Table, name: str) -> tuple[list[TensorEntry], dict[str, str
     fields, scalars = store.record.fields, table.scalars()
     taken = {RESERVED, *(field.name for field in fields)}
     keys = {key: _tensor(name, f"scalar.{key}" if key in taken else key) for key in scalars}
-    values = {keys[key]: scalar_tensor(value) for key, value in scalars.items()}
+    values = {keys[key]: _scalar(value) for key, value in scalars.items()}
     entries = [TensorEntry(_tensor(name, field.name), field.dtype, (n_rows, field.count)) for field in fields]
     entries += [TensorEntry(key, value.dtype, ()) for key, value in values.items()]
-    about = {
-        **replace(store.config, n_rows=n_rows, shard_rank=0, n_shards=1).describe(),
-        "num_embeddings": n_rows,
-        "embedding_dim": store.config.dim,
-        "dtype": NAMES[store.config.dtype],
-    }
     metadata = {
         "format": FORMAT,
         **({"version": "2", "name": name} if name else {"version": "1"}),
-        "table": json.dumps(about),
+        "table": json.dumps(describe(replace(store.config, n_rows=n_rows, shard_rank=0, n_shards=1))),
         "fields": json.dumps(store.record.describe()),
         "scalars": json.dumps(keys),
     }
@@ -145,16 +152,6 @@ def _tensor(name: str, field: str) -> str:
     if not name:
         return field
     return name if field == WEIGHT else f"{name}.{field}"
-
-
-def check_all_ranks(shards: RowShards) -> None:
-    """Raise unless the rows are sharded across all ranks of the default process group."""
-    n_ranks = world_size()
-    if shards.channel.ranks != list(range(n_ranks)):
-        raise FlatbedError(
-            f"the rows of the table are sharded across the ranks {shards.channel.ranks} of {n_ranks}, and a "
-            "file is written by all of them: build the table without process_group and mesh"
-        )
 
 
 def _rows(table: Table) -> Iterator[tuple[range, Tensor, int]]:
@@ -203,13 +200,10 @@ def local_rows(rows: range, rank: int, n_ranks: int) -> range:
     return range(-((rank - rows.start) // n_ranks), -((rank - rows.stop) // n_ranks))
 
 
-def scalar_tensor(value: float) -> Tensor:
+def _scalar(value: float) -> Tensor:
     """A number of state as a 0-dim tensor: float32 as in torch, unless that would round it."""
-    try:
-        is_exact = math.isnan(value) or struct.unpack("<f", struct.pack("<f", value))[0] == value
-    except OverflowError:
-        is_exact = False
-    return torch.tensor(value, dtype=torch.float32 if is_exact else torch.float64, device="cpu")
+    wide = torch.tensor(value, dtype=torch.float64, device="cpu")
+    return wide.float() if wide.isnan() or wide.float().double() == wide else wide
 
 
 # ---- reading
@@ -219,8 +213,8 @@ def load(table: Table, path: Path) -> None:
     """Read a file into a table of any storage; nothing changes if it does not fit.
 
     Weights and state are converted if their dtypes differ. A file without state, such as one of torch
-    with nothing but "weight", leaves the table's state as it is. If the table is sharded, all of them call
-    this, and each one reads its own.
+    with nothing but "weight", leaves the table's state as it is. A disk table's rows are durable at once. If
+    the table is sharded, all ranks call this, and each one reads its own rows.
     """
     with ExitStack() as undo, Lockstep(f"loading {path.name}", alone=table._shards is None) as lockstep:
         found = inspect(path)
@@ -230,12 +224,6 @@ def load(table: Table, path: Path) -> None:
         finish()
 
 
-def read_into(table: Table, found: TableFile) -> None:
-    """Replace a table's rows by those of a file that fits. A disk table's are durable at once."""
-    with ExitStack() as undo:
-        begin_read(table, found, undo=undo)()
-
-
 def inspect(path: Path) -> TableFile:
     """Describe and check a file of `save`, or any safetensors file with nothing but a tensor "weight"."""
     if is_disk_table(path):
@@ -243,67 +231,42 @@ def inspect(path: Path) -> TableFile:
             f'{path} is the file of a table with storage="disk", which flatbed.load_table opens in place: '
             "save that table (table.save(path)) to copy its rows"
         )
-    _refuse_other_kinds(path)
-    with opened(path, "table's file") as reader:
-        metadata, found = reader.metadata() or {}, entries_of(reader)
+    with opened(path) as reader:
+        metadata = reader.metadata() or {}
         if metadata.get("format") != FORMAT:
-            return _weights_of_torch(path, found, len(reader.keys()))
+            return _weights_of_torch(path, reader)
         if metadata.get("version") not in VERSIONS:
             raise FlatbedError(
                 f"{path} has version {metadata.get('version')} of the format, and this flatbed knows "
                 f"{' and '.join(VERSIONS)}: read it with the flatbed that wrote it"
             )
-        try:
+        with naming_damage(path):
             record = Record.described(json.loads(metadata["fields"]))
             about = dict(json.loads(metadata["table"]))
-            n_rows = int(about["num_embeddings"])
-            name = metadata.get("name", "")
+            n_rows, name = int(about["num_embeddings"]), metadata.get("name", "")
             for field in record.fields:
-                expected = TensorEntry(_tensor(name, field.name), field.dtype, (n_rows, field.count))
-                if found[expected.name] != expected:
-                    raise ValueError(f"{found[expected.name]} instead of {expected}")
+                part = reader.get_slice(_tensor(name, field.name))
+                found = part.get_dtype(), part.get_shape()
+                if found != (KINDS[field.dtype], [n_rows, field.count]):
+                    raise ValueError(f"found {found} for {field} of {n_rows} rows")
             keys = dict(json.loads(metadata["scalars"]))
-            scalars = {name: float(reader.get_tensor(found[key].name)) for name, key in keys.items()}
-            contents = TableFile(path, n_rows, record, scalars, about, name)
-            contents.config("host")
-        except DAMAGE as error:
-            raise DamagedFileError(
-                f"{path} does not hold what it says ({error}): it is damaged; restore it from a copy"
-            ) from error
-    return contents
+            scalars = {name: float(reader.get_tensor(key)) for name, key in keys.items()}
+            config_of(about, n_rows, record.weight, storage="host")  # raises if it does not fit
+    return TableFile(path, n_rows, record, scalars, about, name)
 
 
-def _refuse_other_kinds(path: Path) -> None:
-    """Raise for what users take for a table's file: folders, and files of numpy and torch."""
-    if path.is_dir():
-        raise FlatbedError(
-            f"{path} is a folder, and not a table's file: flatbed.load_checkpoint(folder, model) and "
-            "flatbed.load_table(folder, name=...) load checkpoints"
-        )
-    if not path.is_file():  # opening a pipe would wait for its writer
-        return
-    with suppress(OSError), path.open("rb") as file:
-        begin = file.read(6)
-        for magic, kind, read in OTHER_KINDS:
-            if begin.startswith(magic):
-                raise FlatbedError(
-                    f"{path} is a file of {kind}, and not of a table: read its weights with {read}, and give "
-                    "them to flatbed.Embedding.from_pretrained"
-                )
-
-
-def _weights_of_torch(path: Path, found: Mapping[str, TensorEntry], n_tensors: int) -> TableFile:
+def _weights_of_torch(path: Path, reader: Any) -> TableFile:
     """A safetensors file with the weights of an nn.Embedding, and nothing else."""
-    weight = found.get(WEIGHT)
-    if weight is None or n_tensors != 1 or len(weight.shape) != 2 or weight.dtype not in NAMES:
-        held = ", ".join(f"{e.name} {e.shape} of {e.dtype}" for e in list(found.values())[:4]) or "nothing"
+    parts = {name: reader.get_slice(name) for name in reader.keys()}  # noqa: SIM118
+    found = {name: (part.get_dtype(), part.get_shape()) for name, part in parts.items()}
+    kind, shape = found.get(WEIGHT, ("", []))
+    dtypes = [dtype for dtype in NAMES if KINDS[dtype] == kind]
+    if len(found) != 1 or not dtypes or len(shape) != 2:
         raise FlatbedError(
             f"{path} is no table: expected a file of table.save(), or one with a tensor 'weight' (rows, dim) "
-            f"of {', '.join(DTYPES)} and nothing else; found {held}"
+            f"of {', '.join(DTYPES)} and nothing else; found {str(found)[:200]}"
         )
-    if 0 in weight.shape:
-        raise FlatbedError(f"{path} holds a table of {weight.shape}: it has at least one row and one column")
-    return TableFile(path, weight.shape[0], Record((Field(WEIGHT, weight.dtype, weight.shape[1]),)), {}, {})
+    return TableFile(path, shape[0], Record((Field(WEIGHT, dtypes[0], shape[1]),)), {}, {})
 
 
 def check_fit(table: Table, found: TableFile, *, with_state: bool = True) -> None:
@@ -318,27 +281,22 @@ def check_fit(table: Table, found: TableFile, *, with_state: bool = True) -> Non
         check_state(table, found.path, found.record.state, found.scalars)
 
 
-def check_state(table: Table, path: Path, fields: Iterable[Field], scalars: Iterable[str]) -> None:
+def check_state(table: Table, path: object, fields: Iterable[Field], scalars: Iterable[str]) -> None:
     """Raise unless the optimizer that has the table, if any, keeps the same state as a file."""
-    kept = _counts(table._store.record.state, table.scalars())
-    held = _counts(fields, scalars)
+    kept, held = _listed(table._store.record.state, table.scalars()), _listed(fields, scalars)
     if table._owner is not None and held and kept != held:
         raise FlatbedError(
-            f"{path} holds the optimizer state {_listed(held)}, and {type(table._owner).__name__} "
-            f"keeps {_listed(kept)}: build the optimizer that the table was trained with, or load the file "
-            f"before an optimizer has the table, and call table.drop_state()"
+            f"{path} holds the optimizer state {', '.join(held)}, and {type(table._owner).__name__} "
+            f"keeps {', '.join(kept) or 'none'}: build the optimizer that the table was trained with, or "
+            f"load the file before an optimizer has the table, and call table.drop_state()"
         )
 
 
-def _counts(fields: Iterable[Field], scalars: Iterable[str]) -> dict[str, int]:
-    """Return the size of each state, and 1 for each number of state; nothing without state."""
-    counts = {field.name: field.count for field in fields}
-    numbers = {name: 1 for name in scalars if not name.startswith("_")}
-    return counts | numbers if counts else {}
-
-
-def _listed(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{name} ({count})" for name, count in counts.items()) or "none"
+def _listed(fields: Iterable[Field], scalars: Iterable[str]) -> list[str]:
+    """Return names and sizes of state, sorted; nothing without fields."""
+    sizes = [f"{field.name} ({field.count})" for field in fields]
+    numbers = [f"{name} (1)" for name in scalars if not name.startswith("_")]
+    return sorted(sizes + numbers) if sizes else []
 
 
 def begin_read(

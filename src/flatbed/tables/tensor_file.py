@@ -12,7 +12,7 @@ import secrets
 import struct
 import sys
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -22,10 +22,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from flatbed.distributed.channel import Channel
-from flatbed.distributed.dense_shards import is_dtensor
 from flatbed.distributed.ranks import Lockstep, communicating, rank
 from flatbed.errors import DamagedFileError, FlatbedError
 from flatbed.progress import progress
@@ -34,7 +33,7 @@ from flatbed.tables.storage.disk.checked_records import row_sums, submit
 
 SUM_BYTES = 4096  # under one sum of a checksum: part of the format of checkpoints
 SYNC_BYTES = 1 << 28  # written between syncs, so that a long save answers Control-C
-MANY_BYTES = 1 << 20  # from which a thread for the checksum pays off
+MANY_BYTES = 1 << 20  # from which a thread for the checksum pays off: it takes 40 µs
 RESERVED = "__metadata__"  # key of the header that is no tensor
 HEADER_LIMIT = 100_000_000  # bytes, as in the safetensors library
 
@@ -55,9 +54,6 @@ KINDS = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }
-DTYPES = {kind: dtype for dtype, kind in KINDS.items()}
-
-PageSums = Callable[[memoryview], bytes]
 
 Shared = tuple[Channel, Lockstep]
 """Ranks that write a file together: the channel for their checksums, and the block that they are in."""
@@ -76,48 +72,27 @@ class TensorEntry:
         return self.dtype.itemsize * prod(self.shape)
 
 
-@dataclass(frozen=True, slots=True)
-class FileLayout:
-    """The header of a file, and where its tensors are."""
-
-    header: bytes
-    starts: dict[str, int]
-    nbytes: int
-
-    @staticmethod
-    def of(entries: Sequence[TensorEntry], metadata: Mapping[str, str]) -> FileLayout:
-        """Lay out tensors one after the other."""
-        if sys.byteorder != "little":
-            raise FlatbedError("safetensors files are little-endian, and this machine is not: save elsewhere")
-        header: dict[str, Any] = {RESERVED: dict(metadata)}
-        end = 0
-        # Wide numbers first, as in the library, so that every tensor is aligned to its element size.
-        for entry in sorted(entries, key=lambda entry: -entry.dtype.itemsize):
-            if entry.name == RESERVED:
-                raise FlatbedError(f"a tensor named '{RESERVED}' cannot be saved: rename it")
-            if entry.dtype not in KINDS:
-                raise FlatbedError(f"'{entry.name}' is of {entry.dtype}, which safetensors cannot hold")
-            offsets, shape = [end, end + entry.nbytes], list(entry.shape)
-            header[entry.name] = {"dtype": KINDS[entry.dtype], "shape": shape, "data_offsets": offsets}
-            end += entry.nbytes
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        first = 8 + len(text)
-        starts = {entry.name: first + header[entry.name]["data_offsets"][0] for entry in entries}
-        starts[""] = 0  # the header
-        return FileLayout(struct.pack("<Q", len(text)) + text, starts, first + end)
+def _layout(entries: Sequence[TensorEntry], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int], int]:
+    """Lay out tensors one after the other; returns the header, where tensors begin, and the file's size."""
+    if sys.byteorder != "little":
+        raise FlatbedError("safetensors files are little-endian, and this machine is not: save elsewhere")
+    header: dict[str, Any] = {RESERVED: dict(metadata)}
+    end = 0
+    # Wide numbers first, as in the library, so that every tensor is aligned to its element size.
+    for entry in sorted(entries, key=lambda entry: -entry.dtype.itemsize):
+        if entry.dtype not in KINDS:
+            raise FlatbedError(f"'{entry.name}' is of {entry.dtype}, which safetensors cannot hold")
+        offsets, shape = [end, end + entry.nbytes], list(entry.shape)
+        header[entry.name] = {"dtype": KINDS[entry.dtype], "shape": shape, "data_offsets": offsets}
+        end += entry.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    first = 8 + len(text)
+    starts = {entry.name: first + header[entry.name]["data_offsets"][0] for entry in entries}
+    return struct.pack("<Q", len(text)) + text, {**starts, "": 0}, first + end
 
 
 # ---- checksums
-
-
-def _page_sums(pages: memoryview) -> bytes:
-    return row_sums(np.frombuffer(pages, f"V{SUM_BYTES}")).tobytes()
-
-
-def _old_page_sums(pages: memoryview) -> bytes:
-    words = np.frombuffer(pages, np.uint64).reshape(-1, SUM_BYTES // 8)
-    return bytes(words.sum(1).data)
 
 
 class Checksum:
@@ -126,16 +101,26 @@ class Checksum:
     It finds any changed bit or word, words and pages in another place, and pages that are zero or stale.
     """
 
-    def __init__(self, page_sums: PageSums = _page_sums) -> None:
-        self._page_sums = page_sums
+    def __init__(self) -> None:
         self._crc = 0
         self._rest = b""
+
+    @staticmethod
+    def page_sums(pages: memoryview) -> bytes:
+        """Return the sums of whole pages."""
+        return row_sums(np.frombuffer(pages, f"V{SUM_BYTES}")).tobytes()
+
+    def shortened(self, offset: int, data: memoryview) -> tuple[bytes, bytes, bytes]:
+        """Return the end of a page that was begun before, the sums of whole pages, and the rest."""
+        begin = min(-offset % SUM_BYTES, len(data))
+        end = begin + (len(data) - begin) // SUM_BYTES * SUM_BYTES
+        return bytes(data[:begin]), self.page_sums(data[begin:end]), bytes(data[end:])
 
     def add(self, begin: bytes, sums: bytes, end: bytes) -> None:
         """Add bytes that `shortened` has shortened."""
         self._rest += begin
         if len(self._rest) == SUM_BYTES:
-            self._crc, self._rest = zlib.crc32(self._page_sums(memoryview(self._rest)), self._crc), b""
+            self._crc, self._rest = zlib.crc32(self.page_sums(memoryview(self._rest)), self._crc), b""
         self._crc = zlib.crc32(sums, self._crc)
         self._rest += end
 
@@ -145,11 +130,13 @@ class Checksum:
         return f"{zlib.crc32(self._rest, self._crc):08x}"
 
 
-def shortened(offset: int, data: memoryview, page_sums: PageSums = _page_sums) -> tuple[bytes, bytes, bytes]:
-    """Shorten bytes from an offset on: those of a page begun before, sums of whole pages, and the rest."""
-    begin = min(-offset % SUM_BYTES, len(data))
-    end = begin + (len(data) - begin) // SUM_BYTES * SUM_BYTES
-    return bytes(data[:begin]), page_sums(data[begin:end]), bytes(data[end:])
+class OldChecksum(Checksum):
+    """The checksum of earlier versions, a number in their manifests."""
+
+    @staticmethod
+    def page_sums(pages: memoryview) -> bytes:
+        words = np.frombuffer(pages, np.uint64).reshape(-1, SUM_BYTES // 8)
+        return bytes(words.sum(1).data)
 
 
 # ---- writing
@@ -162,28 +149,23 @@ class Writer:
     """
 
     def __init__(
-        self, descriptor: int, layout: FileLayout, pool: ThreadPoolExecutor, shared: Shared | None
+        self, descriptor: int, starts: dict[str, int], pool: ThreadPoolExecutor, shared: Shared | None
     ) -> None:
-        self._descriptor, self._starts, self._pool = descriptor, layout.starts, pool
+        self._descriptor, self._starts, self._pool = descriptor, starts, pool
         self._shared = shared
-        self._sums = {name: Checksum() for name in layout.starts}
+        self._sums = {name: Checksum() for name in starts}
         self._unshared: list[tuple[str, bytes, bytes, bytes]] = []
         self._n_unsynced = 0
 
     def write(self, name: str, offset: int, values: Tensor) -> None:
-        """Write a part of a tensor, on any device, from a byte of it on."""
-        self.write_bytes(
-            name, offset, values.detach().contiguous().reshape(-1).cpu().view(torch.uint8).numpy().data
-        )
-
-    def write_bytes(self, name: str, offset: int, data: memoryview) -> None:
-        """Write bytes of a tensor, or of the header ("")."""
-        if len(data) < MANY_BYTES:
+        """Write a part of a tensor, on any device, or of the header (""), from a byte of it on."""
+        data = values.detach().contiguous().reshape(-1).cpu().view(torch.uint8).numpy().data
+        is_large = len(data) >= MANY_BYTES
+        adding = submit(self._pool, self._add, name, offset, data) if is_large else None
+        write_at(self._descriptor, self._starts[name] + offset, data)
+        if adding is None:
             self._add(name, offset, data)
-            write_at(self._descriptor, self._starts[name] + offset, data)
         else:
-            adding = submit(self._pool, self._add, name, offset, data)
-            write_at(self._descriptor, self._starts[name] + offset, data)
             adding.result()
         self._n_unsynced += len(data)
         if self._n_unsynced >= SYNC_BYTES:
@@ -191,7 +173,7 @@ class Writer:
             self._n_unsynced = 0
 
     def _add(self, name: str, offset: int, data: memoryview) -> None:
-        sums = shortened(offset, data)
+        sums = self._sums[name].shortened(offset, data)
         if self._shared is None:
             self._sums[name].add(*sums)
         else:
@@ -225,103 +207,65 @@ def writing(
 
     All ranks that share it call this. Within the block they call `Writer.meet` in place of `Lockstep.meet`.
     """
-    layout = FileLayout.of(entries, metadata)
+    header, starts, nbytes = _layout(entries, metadata)
     lockstep = Lockstep("", alone=True) if shared is None else shared[1]
-    with file_errors(path, layout.nbytes), ExitStack() as undo:
+    with file_errors(path, nbytes), ExitStack() as undo:
         lockstep.meet()
         word = lockstep.of_first(secrets.token_hex(4))
         if lockstep.first:
-            descriptor = undo.enter_context(replacing(path, layout.nbytes, word))
+            descriptor = undo.enter_context(replacing(path, nbytes, word))
             # The whole length first: network file systems fill pages beyond the end with zeros.
-            os.ftruncate(descriptor, layout.nbytes)
+            os.ftruncate(descriptor, nbytes)
         lockstep.meet()
         if not lockstep.first:
-            descriptor = _opened(draft_of(path, word))
+            try:
+                # Without read access: network file systems then write those bytes alone, and no page around.
+                descriptor = os.open(draft_of(path, word), os.O_WRONLY)
+            except FileNotFoundError as error:
+                raise FlatbedError(
+                    f"rank {rank()} does not find the file that the first rank has made in {path.parent}: "
+                    "save to a folder that all ranks see"
+                ) from error
             undo.callback(os.close, descriptor)
         lockstep.meet()  # from here on the first rank may fail, and remove the file
         with ThreadPoolExecutor(1) as pool:
-            writer = Writer(descriptor, layout, pool, shared)
+            writer = Writer(descriptor, starts, pool, shared)
             if lockstep.first:
-                writer.write_bytes("", 0, memoryview(layout.header))
+                writer.write("", 0, torch.frombuffer(bytearray(header), dtype=torch.uint8))
             yield writer
         if shared is not None:
             os.fsync(descriptor)
             writer.meet()
 
 
-def _opened(draft: Path) -> int:
-    """Open the file that the first rank has made."""
-    try:
-        # Without read access: network file systems then write those bytes alone, and no page around them.
-        return os.open(draft, os.O_WRONLY)
-    except FileNotFoundError as error:
-        raise FlatbedError(
-            f"rank {rank()} does not find the file that the first rank has made in {draft.parent}: save to a "
-            "folder that all ranks see"
-        ) from error
-
-
-def write_tensors(
-    path: Path,
-    tensors: Mapping[str, Tensor],
-    metadata: Mapping[str, str],
-    *,
-    whole: Callable[[Tensor], Tensor] = Tensor.detach,
-) -> dict[str, str]:
-    """Write a safetensors file of tensors on any device; returns its checksums.
-
-    `whole` gives all elements of a tensor, one tensor after the other.
-    """
-    for name, tensor in tensors.items():
-        check_plain(tensor, name)
-    entries = [TensorEntry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
-    total = sum(entry.nbytes for entry in entries)
-    with (
-        writing(path, entries, metadata) as writer,
-        progress(f"saving {path.name}", total, "bytes") as advance,
-    ):
-        for entry in entries:
-            flat, step = whole(tensors[entry.name]).reshape(-1), BLOCK_BYTES // entry.dtype.itemsize
-            for first in range(0, flat.numel(), step):
-                part = flat[first : first + step]
-                writer.write(entry.name, first * entry.dtype.itemsize, part)
-                advance(part.nbytes)
-    return writer.checksums
-
-
-def check_plain(tensor: Tensor, name: str) -> None:
-    """Raise unless a tensor is dense and initialized, and whole or a DTensor."""
-    if nn.parameter.is_lazy(tensor) or tensor.is_meta:
-        raise FlatbedError(f"'{name}' has no values yet: run the model once, then save it")
-    is_sharded = hasattr(tensor, "to_local") and not is_dtensor(tensor)
-    if tensor.layout != torch.strided or tensor.is_quantized or is_sharded:
-        raise FlatbedError(
-            f"'{name}' is sparse, quantized or sharded ({type(tensor).__name__}), which safetensors cannot "
-            "hold: save it by other means"
-        )
-
-
 # ---- reading
 
 
 @contextmanager
-def opened(path: Path, what: str = "safetensors file") -> Iterator[Any]:
-    """Open a file with the library's reader; wrong files raise `FlatbedError`."""
+def naming_damage(path: Path) -> Iterator[None]:
+    """Turn any error of reading a file into a `DamagedFileError`."""
+    try:
+        yield
+    except (FlatbedError, MemoryError):
+        raise
+    except Exception as error:
+        raise DamagedFileError(
+            f"{path} is missing, damaged or of another kind ({type(error).__name__}: {error}): check the "
+            "path, or restore it from a copy"
+        ) from error
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[Any]:
+    """Open a file with the library's reader."""
     import safetensors
 
     if not path.is_file():
-        raise FlatbedError(f"there is no {what} at {path}: check the path")
-    try:
-        reader: Any = safetensors.safe_open(str(path), framework="pt", device="cpu")
-        reader.__enter__()
-    except (safetensors.SafetensorError, OSError, ValueError) as error:
-        raise DamagedFileError(
-            f"{path} is no {what}, or it is damaged ({error}): check the path, or restore it from a copy"
-        ) from error
-    try:
+        raise FlatbedError(f"{path} is missing, or no file: check the path")
+    with ExitStack() as stack:
+        with naming_damage(path):
+            reader = stack.enter_context(safetensors.safe_open(str(path), framework="pt", device="cpu"))
         yield reader
-    finally:
-        reader.__exit__(None, None, None)
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -330,48 +274,36 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         return {name: reader.get_tensor(name) for name in reader.keys()}  # noqa: SIM118
 
 
-def check_tensors(path: Path, checksums: Any) -> None:
-    """Read a whole file of `writing`, and raise unless it is as it was written."""
-    try:
-        with (
-            open_regular(path) as file,
-            progress(f"checking {path.name}", path.stat().st_size, "bytes") as advance,
-        ):
-            head = file.read(8)
-            text = file.read(min(int.from_bytes(head, "little"), HEADER_LIMIT))
-            page_sums = _page_sums
-            if isinstance(checksums[""], int):  # of an earlier version
-                page_sums = _old_page_sums
-                checksums = {name: f"{value:08x}" for name, value in checksums.items()}
-            found = {name: Checksum(page_sums) for name in checksums}
-            found[""].add(*shortened(0, memoryview(head + text), page_sums))
-            if found[""].value != checksums[""]:
-                raise ValueError("the checksum of its header is wrong")
-            header = json.loads(text)
-            ends = [header[name]["data_offsets"][1] for name in header.keys() - {RESERVED}]
-            if os.fstat(file.fileno()).st_size > 8 + len(text) + max(ends, default=0):
-                raise ValueError("it goes on after its tensors")
-            buffer = bytearray(min(BLOCK_BYTES, path.stat().st_size))
-            for name in sorted(checksums.keys() - {""}, key=lambda name: header[name]["data_offsets"]):
-                start, stop = header[name]["data_offsets"]
-                file.seek(8 + len(text) + start)
-                for at in range(start, stop, BLOCK_BYTES):
-                    part = memoryview(buffer)[: stop - at]
-                    if file.readinto(part) < len(part):
-                        raise ValueError(f"it ends within '{name}'")
-                    found[name].add(*shortened(at - start, part, page_sums))
-                    advance(len(part))
-                if found[name].value != checksums[name]:
-                    raise ValueError(f"the checksum of '{name}' is wrong")
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise DamagedFileError(f"{path} is missing or damaged ({error}): restore it from a copy") from error
-
-
-def entries_of(reader: Any) -> dict[str, TensorEntry]:
-    """List the tensors of an open file, without those of dtypes that torch does not have."""
-    found = {}
-    for name in reader.keys():  # noqa: SIM118
-        part = reader.get_slice(name)
-        if part.get_dtype() in DTYPES:
-            found[name] = TensorEntry(name, DTYPES[part.get_dtype()], tuple(part.get_shape()))
-    return found
+def check_tensors(path: Path, checksums: Any, part: slice = slice(None)) -> None:
+    """Read the header and a part of the tensors of a file, and raise unless they are as they were written."""
+    with (
+        naming_damage(path),
+        open_regular(path) as file,
+        progress(f"checking {path.name}", path.stat().st_size, "bytes") as advance,
+    ):
+        head = file.read(8)
+        text = file.read(min(int.from_bytes(head, "little"), HEADER_LIMIT))
+        kind = Checksum
+        if isinstance(checksums[""], int):
+            kind, checksums = OldChecksum, {name: f"{value:08x}" for name, value in checksums.items()}
+        checksum = kind()
+        checksum.add(*checksum.shortened(0, memoryview(head + text)))
+        if checksum.value != checksums[""]:
+            raise ValueError("the checksum of its header is wrong")
+        header = json.loads(text)
+        ends = [header[name]["data_offsets"][1] for name in header.keys() - {RESERVED}]
+        if os.fstat(file.fileno()).st_size > 8 + len(text) + max(ends, default=0):
+            raise ValueError("it goes on after its tensors")
+        buffer = bytearray(min(BLOCK_BYTES, path.stat().st_size))
+        names = sorted(checksums.keys() - {""}, key=lambda name: header[name]["data_offsets"])
+        for name in names[part]:
+            checksum, (start, stop) = kind(), header[name]["data_offsets"]
+            file.seek(8 + len(text) + start)
+            for at in range(start, stop, BLOCK_BYTES):
+                block = memoryview(buffer)[: stop - at]
+                if file.readinto(block) < len(block):
+                    raise ValueError(f"it ends within '{name}'")
+                checksum.add(*checksum.shortened(at - start, block))
+                advance(len(block))
+            if checksum.value != checksums[name]:
+                raise ValueError(f"the checksum of '{name}' is wrong")
