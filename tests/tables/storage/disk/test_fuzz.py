@@ -175,7 +175,7 @@ def test_wrong_values_under_a_right_checksum(data: st.DataObject, magic: bytes) 
     base = FOUND["sealed"]
     right: dict[bytes, dict[str, Any]] = {
         TABLE: {"table": "0", "replaces": None, "byteorder": "little", "fields": RECORD.describe()},
-        STATE: asdict(State(N_ROWS, 0, {"step": 0})),
+        STATE: asdict(State(N_ROWS, 0, {"step": 0}, word="0")),
         JOURNAL: {"table": "0", "nbytes": NBYTES, "n_slots": 20, "sealed": 100, "digest": ""},
     }
     wrong = dict(right[magic])

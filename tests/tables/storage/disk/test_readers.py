@@ -23,7 +23,6 @@ from tests.tables.storage.disk.crash_model import (
     filled,
     made,
     random_records,
-    without_sums,
 )
 
 SOON = 0.2
@@ -124,19 +123,6 @@ def test_file_stays_as_it_is_while_it_is_read(what: str, tmp_path: Path, disk: S
     assert other.waits()
     disk.goes_on.set()
     assert torch.equal(reader.done(), expected)
-    other.done()
-    table.close()
-
-
-def test_reader_of_an_earlier_version_whose_file_gets_checksums(tmp_path: Path, disk: SlowDisk) -> None:
-    made(tmp_path).close()
-    without_sums(tmp_path / "table", 100)
-    table = DiskStorage.open(tmp_path / "table")
-    reader = slow_reader(table, disk, range(100))
-    other = Doing(table.checkpoint)
-    assert other.waits()
-    disk.goes_on.set()
-    assert torch.equal(reader.done(), torch.from_numpy(filled(0, 100, NBYTES)))
     other.done()
     table.close()
 

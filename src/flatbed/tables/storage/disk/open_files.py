@@ -16,7 +16,6 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
-from dataclasses import replace
 from functools import lru_cache
 from io import FileIO
 from pathlib import Path
@@ -25,8 +24,10 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from flatbed.cuda.streams import OrderedLock
 from flatbed.errors import DamagedFileError, FlatbedError
 from flatbed.progress import note
+from flatbed.tables.files import check_folder, file_errors, new_draft
 from flatbed.tables.record import Record
 from flatbed.tables.storage.base import Fill
 from flatbed.tables.storage.disk.checked_records import (
@@ -39,7 +40,6 @@ from flatbed.tables.storage.disk.checked_records import (
 )
 from flatbed.tables.storage.disk.format import (
     STATE_AT,
-    TABLE,
     Identity,
     State,
     encode_identity,
@@ -47,7 +47,7 @@ from flatbed.tables.storage.disk.format import (
     read_header,
 )
 from flatbed.tables.storage.disk.journal import Journal, Sealed, apply, read_sealed
-from flatbed.tables.storage.disk.mapped_file import MappedFile, lock
+from flatbed.tables.storage.disk.mapped_file import MappedFile, lock_table
 
 # ---- recovery
 
@@ -84,7 +84,7 @@ def recover(table: MappedFile, token: str | None = None, *, forget: bool = False
                 _map_table(table, identity, sealed.state, forget=forget)
                 table.fill_holes()
                 assert file.rows is not None
-                apply(table, file.rows, rows=sealed.rows, sums=sealed.sums, state=sealed.state)
+                apply(table, file.rows, sealed)
                 state = sealed.state
     if state is None:
         raise DamagedFileError(
@@ -152,9 +152,9 @@ def _wanted(
         decision = sealed.decision
         return decision is None or decision.token == token or decision.outcome(path)
     raise FlatbedError(
-        f"{path} is at checkpoint {state.generation} ({state.word or 'unnamed'}), but {journal_of(path)} "
-        f"holds checkpoint {new.generation} ({new.word or 'unnamed'}) after {sealed.base or 'an unnamed one'}"
-        ": they were copied at different times; restore both from one copy, or remove the journal"
+        f"{path} is at checkpoint {state.generation} ({state.word}), but {journal_of(path)} holds checkpoint "
+        f"{new.generation} ({new.word}) after {sealed.base}: they were copied at different times; restore "
+        "both from one copy, or remove the journal"
     )
 
 
@@ -170,12 +170,12 @@ def _check_rows(journal: Path, identity: Identity, *, sealed: Sealed, file: Mapp
 
 def _map_table(table: MappedFile, identity: Identity, state: State, *, forget: bool) -> None:
     n_rows, nbytes = state.n_rows, identity.record.nbytes
-    longest = file_size(n_rows, nbytes)
-    if forget and table.size >= longest:
+    expected = file_size(n_rows, nbytes)
+    if forget and table.size >= expected:
         write_sums(table, nbytes, np.zeros(n_rows, np.uint32))
-    if table.size > longest:  # space of rows that an interrupted resize has added
-        table.truncate(longest + (not has_sums(table, n_rows, nbytes)))
-    map_records(table, n_rows, nbytes, needs_sums=state.has_sums)
+    if table.size > expected and has_sums(table, n_rows, nbytes):
+        table.truncate(expected)  # space of rows that a `resize` was about to add
+    map_records(table, n_rows, nbytes)
 
 
 # ---- open files
@@ -186,7 +186,7 @@ class OpenFiles:
 
     def __init__(self, held: FileIO, table: MappedFile, journal: Journal) -> None:
         self.table, self.journal = table, journal
-        self.keep_journal = False
+        self.lock = OrderedLock("file")
         self.cached_changes: Callable[[], NDArray[np.int64]] = lambda: np.empty(0, np.int64)
         """Returns changed rows in a cache, of which the journal may have some."""
         self.pool = CopyThreads()
@@ -230,7 +230,7 @@ class OpenFiles:
             if is_own:
                 self.pool.shutdown(wait=False)
                 self.writer.shutdown(wait=False)
-            self.journal.close(remove=is_own and not self.keep_journal)
+            self.journal.close(remove=is_own)
             self.table.close()
         finally:
             held.close()
@@ -244,7 +244,7 @@ class OpenFiles:
 
     def tell_unsaved(self, when: str) -> None:
         """Tell, once, that changed rows are about to be lost."""
-        if self._has_told or not self.is_open or not self.is_own_process() or self.keep_journal:
+        if self._has_told or not self.is_open or not self.is_own_process() or self.journal.is_sealed:
             return
         self._has_told = True
         n_rows = self.n_unsaved()
@@ -298,6 +298,7 @@ def _close_all_after_fork() -> None:
     if signal.getsignal(signal.SIGTERM) is _terminate:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     for files in list(_ALL):
+        files.lock = OrderedLock("file")  # another thread may hold it, and is not in this process
         files.close()
 
 
@@ -315,11 +316,11 @@ def open_files(path: Path, token: str | None = None, *, forget: bool = False) ->
     if not path.exists():
         raise FlatbedError(f"there is no table at {path}; check the path, or create one")
     with ExitStack() as undo:
-        held = undo.enter_context(lock(path))
+        held = undo.enter_context(lock_table(path))
         table = MappedFile(path)
         undo.callback(table.close)
         identity, state = recover(table, token, forget=forget)
-        journal = _journal(table, identity)
+        journal = _journal(table, identity, state)
         undo.pop_all()
     return OpenFiles(held, table, journal), identity, state
 
@@ -329,9 +330,9 @@ def forget_sums(path: Path) -> None:
     open_files(path, forget=True)[0].close()
 
 
-def _journal(table: MappedFile, identity: Identity) -> Journal:
-    nbytes = identity.record.nbytes
-    return Journal(journal_of(table.path), identity.table, nbytes=nbytes, mode=table.mode)
+def _journal(table: MappedFile, identity: Identity, state: State) -> Journal:
+    path, nbytes = journal_of(table.path), identity.record.nbytes
+    return Journal(path, identity.table, n_rows=state.n_rows, nbytes=nbytes, mode=table.mode)
 
 
 class Draft:
@@ -344,18 +345,19 @@ class Draft:
         self._is_replacing = replaces is not None
         if not self._is_replacing and path.exists():
             raise _exists(path)
-        self.path, self.state = path, replace(state, has_sums=True)
+        check_folder(path)
+        self.path, self.state = path, state
         self.identity = Identity(secrets.token_hex(16), record, replaces)
-        first, second = encode_identity(self.identity), encode_state(self.state)
-        draft = path.with_name(path.name + ".new")
+        first, second = encode_identity(self.identity), encode_state(state)
         mode = stat.S_IMODE(path.stat().st_mode) if self._is_replacing else None
         with ExitStack() as undo:
-            _remove_leftover(draft)
-            self._held = undo.enter_context(lock(draft, create=True))
+            with file_errors(path):
+                draft, descriptor = new_draft(path)
+            self._held = undo.enter_context(FileIO(descriptor, "r+"))
             undo.callback(MappedFile.remove, draft)
             self._table = table = MappedFile(draft, mode=mode)
             undo.callback(table.close)
-            table.write(0, first)  # the mark by which `_remove_leftover` knows it
+            table.write(0, first)
             table.reserve(file_size(state.n_rows, record.nbytes))
             table.write(STATE_AT, second)
             sums = write_rows(table, record, range(state.n_rows), fill=fill)
@@ -382,7 +384,7 @@ class Draft:
             table.path = self.path
             MappedFile.sync_folder(self.path.parent)
             undo.pop_all()
-        files = OpenFiles(self._held, table, _journal(table, self.identity))
+        files = OpenFiles(self._held, table, _journal(table, self.identity, self.state))
         return files, self.identity, self.state
 
 
@@ -400,14 +402,3 @@ def _remove_stale_journal(journal: Path) -> None:
             read_sealed(file)
         MappedFile.remove(journal)
         MappedFile.sync_folder(journal.parent)
-
-
-def _remove_leftover(draft: Path) -> None:
-    """Remove the draft of a killed process; any other file of that name is an error."""
-    if not os.path.lexists(draft):
-        return
-    with lock(draft) as file:
-        found = file.read(len(TABLE))
-    if found not in (b"", TABLE):
-        raise FlatbedError(f"{draft} is no draft of a table, but has the name of one: move it away")
-    MappedFile.remove(draft)

@@ -110,7 +110,7 @@ class ReadOnlyStorage:
             return None
         is_first = self._version is None and not self._is_closed
         n_rows = state.n_rows if is_first else self.n_rows
-        rows = map_records(file, state.n_rows, nbytes, needs_sums=state.has_sums)[:n_rows]
+        rows = map_records(file, state.n_rows, nbytes)[:n_rows]
         if state.n_rows < n_rows or (not is_first and record != self.record):
             raise FlatbedError(f"{self.path} was replaced by another table; load it again")
         return OpenVersion(file, rows, record, state, stamp, changed)
