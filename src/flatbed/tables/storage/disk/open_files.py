@@ -5,7 +5,6 @@ Opening recovers the last completed checkpoint.
 
 from __future__ import annotations
 
-import atexit
 import os
 import secrets
 import signal
@@ -16,7 +15,6 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
-from functools import lru_cache
 from io import FileIO
 from pathlib import Path
 from typing import TypeAlias
@@ -236,13 +234,13 @@ class OpenFiles:
             held.close()
 
     def close_forgotten(self) -> None:
-        """Close a table that was garbage collected without `close`."""
+        """Close a table at exit, or one that was garbage collected without `close`."""
         try:
-            self.tell_unsaved("with the table, which was garbage collected")
+            self.tell_unsaved()
         finally:
             self.close()
 
-    def tell_unsaved(self, when: str) -> None:
+    def tell_unsaved(self) -> None:
         """Tell, once, that changed rows are about to be lost."""
         if self._has_told or not self.is_open or not self.is_own_process() or self.journal.is_sealed:
             return
@@ -250,20 +248,14 @@ class OpenFiles:
         n_rows = self.n_unsaved()
         if n_rows:
             note(
-                f"{n_rows} rows of {self.table.path} changed since its last checkpoint and are dropped "
-                f"{when}: call table.close(), table.checkpoint() or flatbed.save_checkpoint first, or "
+                f"{n_rows} rows of {self.table.path} changed since its last checkpoint and are dropped: call "
+                f"table.close(), table.checkpoint() or flatbed.save_checkpoint first, or "
                 f"table.close(discard=True)"
             )
 
 
 _ALL: weakref.WeakSet[OpenFiles] = weakref.WeakSet()
 SECONDS_TO_TELL = 5.0  # at SIGTERM; a writer that takes longer is not waited for
-
-
-@lru_cache(maxsize=1)
-def tell_at_exit() -> None:
-    """Tell of unsaved rows at exit, before weakref's handler finalizes tables."""
-    atexit.register(_tell_all, "at exit")
 
 
 def tell_at_sigterm() -> None:
@@ -280,7 +272,7 @@ def tell_at_sigterm() -> None:
 def _terminate(number: int, _: object) -> None:
     """Tell of unsaved rows, and end the process as SIGTERM does by default."""
     # In a thread: this one may hold a lock that the writer of a table waits for.
-    thread = threading.Thread(target=_tell_all, args=("at SIGTERM",), daemon=True)
+    thread = threading.Thread(target=_tell_all, daemon=True)
     thread.start()
     thread.join(SECONDS_TO_TELL)
     if signal.getsignal(number) is _terminate:  # otherwise another handler, which called this one, decides
@@ -288,9 +280,9 @@ def _terminate(number: int, _: object) -> None:
         os.kill(os.getpid(), number)
 
 
-def _tell_all(when: str) -> None:
+def _tell_all() -> None:
     for files in list(_ALL):
-        files.tell_unsaved(when)
+        files.tell_unsaved()
 
 
 def _close_all_after_fork() -> None:

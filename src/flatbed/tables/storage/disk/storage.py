@@ -36,7 +36,7 @@ from flatbed.tables.storage.disk.checked_records import (
 from flatbed.tables.storage.disk.format import RECORDS_AT, Identity, State, normal
 from flatbed.tables.storage.disk.journal import Decision, Sealed, apply
 from flatbed.tables.storage.disk.mapped_file import MappedFile, Records, Sums
-from flatbed.tables.storage.disk.open_files import Draft, OpenFiles, kept_journal, open_files, tell_at_exit
+from flatbed.tables.storage.disk.open_files import Draft, OpenFiles, kept_journal, open_files
 
 T = TypeVar("T")
 Meta = Mapping[str, Any]
@@ -68,7 +68,6 @@ class DiskStorage:
         self._is_held = False  # between `prepare` and `release`, rows cannot change
         self._broken: str | None = None
         self._finalizer = weakref.finalize(self, OpenFiles.close_forgotten, files)
-        tell_at_exit()
 
     # ---- files
 
