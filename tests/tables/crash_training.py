@@ -17,7 +17,6 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -34,29 +33,25 @@ from flatbed.tables.storage.disk import journal
 N_ROWS, DIM = 2000, 16
 EVERY = 3  # steps from one checkpoint to the next
 LIFE = 5  # checkpoints that the oldest children see
+SOON = 0.02  # seconds from a message of a child to its end
 NEW_TABLE = 25  # kills that a table lives through
 MESSAGE = struct.Struct("<cq")
 OPENED, STEPPED, BEGUN, COMPLETED = b"o", b"s", b"b", b"c"
 
-State = dict[str, Any]
-"""The step count of a table, and a digest of every field of all rows."""
 Batch = tuple[Tensor, Tensor]
 """Ids, and what their rows should be like."""
 
 
-@dataclass(slots=True)
 class Training:
     """An embedding and its optimizer; the table itself knows how many steps were made."""
 
-    embedding: Any
-    optimizer: Any = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.optimizer = flatbed.optim.Adam(self.embedding, lr=0.05)
+    def __init__(self, embedding: Any) -> None:
+        self.embedding, self.table = embedding, embedding.table
+        self.optimizer = flatbed.optim.Adam(embedding, lr=0.05)
 
     @property
     def n_steps(self) -> int:
-        return n_steps(self.embedding.table)
+        return n_steps(self.table)
 
     def step(self, given: Batch | None = None) -> None:
         """One that depends on the step count alone."""
@@ -64,12 +59,6 @@ class Training:
         (self.embedding(ids) - wanted).square().sum().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
-
-    def batches(self) -> Iterator[Batch | None]:
-        """From here on, without end; None stands for the one that a step makes by itself."""
-        if not self.embedding.table._store.config.cache_rows:
-            return (None for _ in count())
-        return iter(Prefetcher(map(batch, count(self.n_steps)), {self.embedding: lambda given: given[0]}))
 
 
 def batch(step: int) -> Batch:
@@ -90,7 +79,8 @@ def n_steps(table: Any) -> int:
     return int(table.scalars().get("step", 0))
 
 
-def state(table: Any) -> State:
+def state(table: Any) -> dict[str, Any]:
+    """The step count of a table, and a digest of every field of all rows."""
     every = torch.arange(N_ROWS)
     tensors = {"weight": table.read_rows(every)}
     tensors |= {name: table.read_state(name, every) for name in table.state_names}
@@ -103,12 +93,12 @@ class NeverStopped:
 
     def __init__(self) -> None:
         self.training = Training(embedding())
-        self.states = [state(self.training.embedding.table)]
+        self.states = [state(self.training.table)]
 
-    def at(self, step: int) -> State:
+    def at(self, step: int) -> dict[str, Any]:
         while len(self.states) <= step:
             self.training.step()
-            self.states.append(state(self.training.embedding.table))
+            self.states.append(state(self.training.table))
         return self.states[step]
 
 
@@ -123,12 +113,15 @@ def live(path: Path, report: int, cache_rows: int) -> NoReturn:
 
     training = Training(embedding(path, cache_rows))
     tell(OPENED)
-    for given in training.batches():
+    batches: Any = map(batch, count(training.n_steps))
+    if cache_rows:
+        batches = Prefetcher(batches, {training.embedding: lambda given: given[0]})
+    for given in batches:
         training.step(given)
         tell(STEPPED)
         if training.n_steps % EVERY == 0:
             tell(BEGUN)
-            training.embedding.table.checkpoint()
+            training.table.checkpoint()
             tell(COMPLETED)
     raise SystemExit("there were no batches any more")
 
@@ -179,17 +172,6 @@ class Child:
         return max((step for said, step in self.told if said == what), default=default)
 
 
-def duration(folder: Path, *, cache_rows: int) -> float:
-    """Seconds from one checkpoint to the next on this machine."""
-    child = Child.born(folder / "measured", cache_rows=cache_rows)
-    child.listen(1 + EVERY + 2)
-    start = time.perf_counter()
-    child.listen(LIFE * (EVERY + 2))
-    seconds = time.perf_counter() - start
-    child.kill()
-    return seconds / LIFE
-
-
 # ---- what is left
 
 
@@ -210,18 +192,16 @@ class Trials:
         return self.folder / "place"
 
     def run(self, n_kills: int) -> None:
-        rows = self.cache_rows
-        longest = duration(self.folder, cache_rows=rows)
         for kill in range(n_kills):
             is_new, early = kill % NEW_TABLE == 0, kill % 5 == 4
             if is_new:
                 shutil.rmtree(self.place, ignore_errors=True)
                 self.place.mkdir()
                 self.step = 0
-            child = Child.born(self.place / "table", cache_rows=rows)
+            child = Child.born(self.place / "table", cache_rows=self.cache_rows)
             # New: while the file is made. Early: while files of the child before are recovered.
             child.listen(is_new or (0 if early else int(self.generator.integers(0, LIFE * (EVERY + 2)))))
-            time.sleep(self.generator.uniform(0, longest / (4 if early else 1)))
+            time.sleep(self.generator.uniform(0, SOON / (4 if early else 1)))
             child.kill()
             try:
                 self.look(child, kill)
@@ -239,7 +219,6 @@ class Trials:
         self.count(child, begun > completed, trained - completed)
         if not (copy / "table").exists():
             check(not trained, f"there is no table after {trained} steps")
-            self.seen["before there was a table"] += 1
             return
         found = self.opened(copy / "table", kill)
         step = n_steps(found.table)
@@ -274,24 +253,21 @@ class Trials:
         step = training.n_steps + EVERY
         while training.n_steps < step:
             training.step()
-        self.compare(training.embedding.table, step)
-        training.embedding.table.checkpoint()
-        path = training.embedding.table._store.config.path
+        self.compare(training.table, step)
+        training.table.checkpoint()
         training.step()
-        self.seen["rows that left the cache"] += training.embedding.table.cache_stats().written
-        training.embedding.table.close(discard=True)
-        again = self.opened(path, kill + 1)
+        self.seen["rows that left the cache"] += training.table.cache_stats().written
+        training.table.close(discard=True)
+        again = self.opened(self.folder / "copy" / "table", kill + 1)
         self.compare(again.table, step)
         again.table.close()
         self.seen["gone on"] += 1
 
     def count(self, child: Child, in_checkpoint: bool, n_lost: int) -> None:
-        self.seen["kills"] += 1
         self.seen["while opening"] += not child.told
         self.seen["during a checkpoint"] += in_checkpoint
         self.seen["between checkpoints"] += bool(child.told) and not in_checkpoint
         self.seen["steps lost between checkpoints"] += 0 if in_checkpoint else n_lost
-        self.seen["with a journal"] += (self.place / "table.journal").exists()
         self.seen["checkpoints completed"] += sum(said == COMPLETED for said, _ in child.told)
 
 
