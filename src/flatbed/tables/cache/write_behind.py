@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager
@@ -86,12 +85,9 @@ class CachedChanges:
     def __init__(self, index: CacheIndex) -> None:
         self._index = index
         self.pending: PendingWrite | None = None
-        self.process = os.getpid()
 
     def rows(self) -> NDArray[np.int64]:
         """Return changed rows, of which the journal may have some. Waits for the pending write."""
-        if os.getpid() != self.process:
-            return np.empty(0, np.int64)  # they are the parent's, as is the thread that writes them
         rows: NDArray[np.int64] = self._index.row_of_slot.numpy()[self._index.dirty.numpy() != 0]
         pending = self.pending
         if pending is not None:
@@ -157,7 +153,7 @@ class WriteBehind:
     def abandon(self) -> None:
         """Wait for the pending write, and drop it if it failed."""
         pending, self._changes.pending = self._changes.pending, None
-        if pending is not None and os.getpid() == self._changes.process:
+        if pending is not None:
             wait([pending.done])
 
     def mark_changed(self, rows: Tensor, slots: NDArray[np.int64]) -> None:

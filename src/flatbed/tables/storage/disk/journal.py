@@ -106,7 +106,7 @@ def _token_in(path: Path) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Sealed:
-    """Contents of a sealed journal besides its entries."""
+    """Contents of a sealed journal."""
 
     table: str
     state: State
@@ -114,6 +114,8 @@ class Sealed:
     """Word of the checkpoint that the rows changed since."""
     decision: Decision | None
     rows: NDArray[np.int64]
+    """Of the entries; -1 for an entry without a row."""
+    records: Records
     sums: Sums
 
 
@@ -242,7 +244,7 @@ class Journal:
         self.is_sealed = True
         file.write(0, encode(JOURNAL, seal, PAGE).ljust(PAGE, b"\0"))
         file.sync()
-        return Sealed(self.table, state, base, decision, rows, sums)
+        return Sealed(self.table, state, base, decision, rows, self.records, sums)
 
     def _rows(self) -> NDArray[np.int64]:
         """Return the changed rows in the order of their entries; -1 for an entry without a row."""
@@ -325,7 +327,8 @@ def _sealed(file: MappedFile, seal: dict[str, Any]) -> Sealed:
         raise DamagedFileError("it is shorter than its seal says")
     rest = np.empty(n_bytes, np.uint8)
     file.read(at, rest)
-    sums = row_sums(file.map(ENTRIES_AT, nbytes, count=n_entries))
+    records = file.map(ENTRIES_AT, nbytes, count=n_entries)
+    sums = row_sums(records)
     if _digest(sums, rest.tobytes()) != seal["digest"]:
         raise DamagedFileError("its checksum is wrong")
     rows, sealed = rest[: 8 * n_entries].view(np.int64), load(rest[8 * n_entries :].tobytes())
@@ -333,13 +336,15 @@ def _sealed(file: MappedFile, seal: dict[str, Any]) -> Sealed:
     is_whole = all(isinstance(part, str) for part in parts[:3]) and isinstance(parts[3], str | None)
     if parts[0] is not None and not is_whole:
         raise DamagedFileError("its decision is no string")
-    decision = None if parts[0] is None else Decision(*parts)
-    return Sealed(str(seal["table"]), state_of(sealed["state"]), str(sealed["base"]), decision, rows, sums)
+    decision, state = None if parts[0] is None else Decision(*parts), state_of(sealed["state"])
+    if len(rows) and (rows.min() < -1 or rows.max() >= state.n_rows):
+        raise DamagedFileError("its rows are out of range")
+    return Sealed(str(seal["table"]), state, str(sealed["base"]), decision, rows, records, sums)
 
 
-def apply(table: MappedFile, records: Records, sealed: Sealed) -> None:
+def apply(table: MappedFile, sealed: Sealed) -> None:
     """Copy sealed records, their checksums and the state to the table. Repeat it after an interruption."""
-    rows, state = sealed.rows, sealed.state
+    rows, records, state = sealed.rows, sealed.records, sealed.state
     # Written before the first record changes. Otherwise, without its decision or journal, a half-changed
     # table would look like the checkpoint before.
     table.write(STATE_AT, encode_state(replace(state, applying=True)))

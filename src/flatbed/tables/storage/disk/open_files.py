@@ -78,11 +78,9 @@ def recover(table: MappedFile, token: str | None = None, *, forget: bool = False
             is_wanted = False if sealed is None else _wanted(path, identity, state, sealed, token)
             is_foreign = is_wanted is None
             if sealed is not None and is_wanted:
-                _check_rows(journal, identity, sealed=sealed, file=file)
                 _map_table(table, identity, sealed.state, forget=forget)
                 table.fill_holes()
-                assert file.rows is not None
-                apply(table, file.rows, sealed)
+                apply(table, sealed)
                 state = sealed.state
     if state is None:
         raise DamagedFileError(
@@ -136,9 +134,9 @@ def _wanted(
 
     A journal of another table, or of another time, is an error.
     """
-    if sealed.table != identity.table:
-        if sealed.table == identity.replaces:
-            return False
+    if sealed.table == identity.replaces:
+        return False
+    if (sealed.table, sealed.records.itemsize) != (identity.table, identity.record.nbytes):
         raise FlatbedError(f"{journal_of(path)} belongs to another table than {path}; move one of them away")
     new = sealed.state
     if state is None:
@@ -154,16 +152,6 @@ def _wanted(
         f"{new.generation} ({new.word}) after {sealed.base}: they were copied at different times; restore "
         "both from one copy, or remove the journal"
     )
-
-
-def _check_rows(journal: Path, identity: Identity, *, sealed: Sealed, file: MappedFile) -> None:
-    rows, n_rows = sealed.rows, sealed.state.n_rows
-    if file.rows is None or file.rows.dtype.itemsize != identity.record.nbytes:
-        raise DamagedFileError(
-            f"{journal} holds records of another size than its table; restore both from a copy"
-        )
-    if len(rows) and (rows.min() < -1 or rows.max() >= n_rows):
-        raise DamagedFileError(f"{journal} holds rows beyond the table's {n_rows}; restore both from a copy")
 
 
 def _map_table(table: MappedFile, identity: Identity, state: State, *, forget: bool) -> None:
@@ -190,26 +178,16 @@ class OpenFiles:
         self.pool = CopyThreads()
         self.writer = ThreadPoolExecutor(1, thread_name_prefix="flatbed-disk-writer")
         self._held: FileIO | None = held
-        self._process = os.getpid()
         self._has_told = False
         _ALL.add(self)
 
-    def is_own_process(self) -> bool:
-        """True if this is the process that opened the table."""
-        return self._process == os.getpid()
-
     @property
     def is_open(self) -> bool:
-        """True until `close`."""
+        """True until `close`, which a forked process calls as it begins."""
         return self._held is not None
 
     def check(self) -> None:
-        """Raise if the table is closed, or if this is a forked process."""
-        if not self.is_own_process():
-            raise FlatbedError(
-                f"{self.table.path} was opened by process {self._process}, and a forked process must not use "
-                "it; look rows up in the process that opened the table"
-            )
+        """Raise if the table is closed."""
         if not self.is_open:
             raise FlatbedError(f"{self.table.path} is closed; open it again")
 
@@ -218,17 +196,16 @@ class OpenFiles:
         cached = self.cached_changes()  # first: it waits for the writer
         return self.journal.n_entries + self.journal.count_missing(cached)
 
-    def close(self) -> None:
+    def close(self, *, is_forked: bool = False) -> None:
         """Close everything; a second call does nothing. A forked process closes its descriptors alone."""
         if self._held is None:
             return
-        is_own = self.is_own_process()
         held, self._held = self._held, None
         try:  # at once: an interruption in between would keep the lock
-            if is_own:
+            if not is_forked:
                 self.pool.shutdown(wait=False)
                 self.writer.shutdown(wait=False)
-            self.journal.close(remove=is_own)
+            self.journal.close(remove=not is_forked)
             self.table.close()
         finally:
             held.close()
@@ -242,7 +219,7 @@ class OpenFiles:
 
     def tell_unsaved(self) -> None:
         """Tell, once, that changed rows are about to be lost."""
-        if self._has_told or not self.is_open or not self.is_own_process() or self.journal.is_sealed:
+        if self._has_told or not self.is_open or self.journal.is_sealed:
             return
         self._has_told = True
         n_rows = self.n_unsaved()
@@ -291,7 +268,7 @@ def _close_all_after_fork() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     for files in list(_ALL):
         files.lock = OrderedLock("file")  # another thread may hold it, and is not in this process
-        files.close()
+        files.close(is_forked=True)
 
 
 if hasattr(os, "register_at_fork"):

@@ -126,10 +126,10 @@ class ReadOnlyStorage:
         with closing(file):
             sealed = read_sealed(file)
             is_ours = sealed is not None and (sealed.table, sealed.state.word) == (table, state.word)
-            if sealed is None or not is_ours or file.rows is None or file.rows.dtype.itemsize != nbytes:
+            if sealed is None or not is_ours or sealed.records.itemsize != nbytes:
                 return None
             order = np.argsort(sealed.rows, kind="stable")
-            return sealed.rows[order], file.rows[order]
+            return sealed.rows[order], sealed.records[order]
 
     def _stamp_of(self, file: MappedFile) -> Stamp:
         beginning = np.zeros(STAMP, np.uint8)

@@ -91,7 +91,7 @@ class DiskStorage:
 
     def close(self) -> None:
         """Close the file. Rows changed since the last checkpoint are lost; a second call does nothing."""
-        if self._files.is_own_process():
+        if self._files.is_open:
             with self._files.lock:
                 self._readers.wait()
                 self._files.close()
@@ -286,11 +286,11 @@ class DiskStorage:
         with self._files.lock:
             self._begin()
             assert self._sealed is not None, "call prepare first"
-            files, journal = self._files, self._files.journal
+            journal = self._files.journal
             self._readers.wait()
             self._sealed = sealed = replace(self._sealed, decision=None)  # decided
             try:
-                apply(files.table, journal.records, sealed)
+                apply(self._files.table, sealed)
             except NotSynced as error:
                 raise NotSynced(
                     f"{error}. This checkpoint is whole in {journal.path}, which must stay beside the table. "
