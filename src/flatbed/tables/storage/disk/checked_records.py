@@ -106,31 +106,21 @@ def split(pool: ThreadPoolExecutor, copy: Callable[[slice], None], n_rows: int, 
         wait(others)
 
 
-def take(
-    records: Records, at: NDArray[Any], *, into: Records, where: NDArray[np.int64] | slice, pool: CopyThreads
-) -> None:
-    """Copy records, or as many of their first bytes as `into` takes, to positions `where` of it.
-
-    The caller has checked that `at` is in range.
-    """
-    is_whole = into.dtype == records.dtype
-    nbytes = into.dtype.itemsize
-    source = head(records, nbytes)
-    n_faults: list[int] = []
+def take(records: Records, at: NDArray[Any], into: Records, pool: CopyThreads) -> None:
+    """Copy records at positions in range, or as many of their first bytes as `into` takes."""
+    source, n_faults = head(records, into.itemsize), [0]
 
     def copy(some: slice) -> None:
         before = _disk_faults()
-        if not isinstance(where, slice):
-            into[where[some]] = source[at[some]]
-        elif is_whole:
+        if source is records:
             # Only with mode="clip" does numpy write into `out` directly.
-            np.take(source, at[some], out=into[where][some], mode="clip")
+            np.take(source, at[some], out=into[some], mode="clip")
         else:
-            into[where][some] = source[at[some]]  # np.take would first copy the whole table
+            into[some] = source[at[some]]  # np.take would first copy the whole table
         n_faults.append(_disk_faults() - before)
 
-    split(pool, copy, len(at), n_parts=nbytes * len(at) // pool.part_bytes)
-    if nbytes * len(at) >= READ_PART:  # fewer rows say too little
+    split(pool, copy, len(at), n_parts=into.nbytes // pool.part_bytes)
+    if into.nbytes >= READ_PART:  # fewer rows say too little
         pool.part_bytes = READ_PART if COLD_SHARE * sum(n_faults) > len(at) else MEMORY_PART
 
 

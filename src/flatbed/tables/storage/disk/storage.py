@@ -35,7 +35,7 @@ from flatbed.tables.storage.disk.checked_records import (
 )
 from flatbed.tables.storage.disk.format import RECORDS_AT, Identity, State, normal
 from flatbed.tables.storage.disk.journal import Decision, Sealed, apply
-from flatbed.tables.storage.disk.mapped_file import MappedFile, Records, Sums
+from flatbed.tables.storage.disk.mapped_file import MappedFile, Sums
 from flatbed.tables.storage.disk.open_files import Draft, OpenFiles, kept_journal, open_files
 
 T = TypeVar("T")
@@ -137,31 +137,29 @@ class DiskStorage:
     # ---- rows
 
     def gather(self, ids: Tensor, nbytes: int | None = None) -> Tensor:
-        out = np.empty((ids.numel(), self.record.nbytes if nbytes is None else nbytes), np.uint8)
-        self._gather(ids, as_records(out), in_order=True)
-        return torch.from_numpy(out)
+        out = torch.empty((ids.numel(), nbytes or self.record.nbytes), dtype=torch.uint8, device=CPU)
+        order = self.collect(ids, out)
+        if (np.diff(order) > 0).all():
+            return out
+        return out.index_select(0, torch.from_numpy(order.argsort()))
 
     def collect(self, ids: Tensor, into: Tensor) -> NDArray[np.int64]:
-        """Copy whole records in the fastest order, and return it as positions in `ids`."""
-        return self._gather(ids, as_records(into.numpy()), in_order=False)
+        """Copy records, or their first bytes, in the fastest order, and return it as positions in `ids`.
 
-    def _gather(self, ids: Tensor, into: Records, *, in_order: bool) -> NDArray[np.int64]:
-        """Copy rows from the journal, then the others from the file, without the lock: a disk is slow."""
-        pool = self._files.pool
+        First those in the journal; then those in the file, without the lock: a disk is slow.
+        """
+        out, pool = as_records(into.numpy()), self._files.pool
         with ExitStack() as reading:
             with self._files.lock:
                 self._begin()
                 rows = rows_of(ids, self.n_rows)
                 entries = self._files.journal.entries(rows)
                 changed, others = np.flatnonzero(entries >= 0), np.flatnonzero(entries < 0)
-                n = len(changed)
-                is_mixed = in_order and 0 < n < len(rows)
-                to_changed, to_others = (changed, others) if is_mixed else (slice(n), slice(n, None))
-                take(self._files.journal.records, entries[changed], into=into, where=to_changed, pool=pool)
+                take(self._files.journal.records, entries[changed], out[: len(changed)], pool)
                 table, records = self._files.table, self._files.table.rows
                 assert records is not None
                 reading.enter_context(self._readers)
-            take(records, rows[others], into=into, where=to_others, pool=pool)
+            take(records, rows[others], out[len(changed) :], pool)
             check_rows(table, rows[others], pool)  # after the copy, which has read the pages in parallel
         return np.concatenate((changed, others))
 
