@@ -11,6 +11,7 @@ from torch import nn
 
 import flatbed
 from tests.tables.tables import everything
+from tests.tables.test_interruptions import interrupted
 
 ROWS, DIM = 10, 3
 STORAGES = ("host", "device", "disk")
@@ -113,3 +114,24 @@ def test_table_without_room_to_grow_stays_as_it_is() -> None:
         emb.table.resize(10**12)
     assert emb.num_embeddings == ROWS
     assert torch.equal(emb.weight, before)
+
+
+def test_interrupted_resize(tmp_path: Path) -> None:
+    """A table has as many rows as its file, whenever Ctrl-C comes."""
+    number, found = 1, set()
+    while True:
+        path = tmp_path / str(number)
+        emb = flatbed.Embedding(ROWS, DIM, storage="disk", path=path, seed=1)
+        emb.write_rows([1], torch.ones(1, DIM))
+        if not interrupted(lambda: emb.table.resize(20), number):  # noqa: B023
+            break
+        n_rows = emb.num_embeddings
+        emb.write_rows([2], torch.ones(1, DIM))
+        assert emb.read_rows(range(n_rows))[[1, 2]].eq(1).all()
+        emb.table.close()
+        with flatbed.load_table(path) as table:
+            assert table.num_embeddings == n_rows
+            assert table.read_rows(range(n_rows))[[1, 2]].eq(1).all()
+        found.add(n_rows)
+        number += 3
+    assert found == {ROWS, 20}

@@ -314,13 +314,15 @@ class DiskStorage:
                 added = write_rows(table, self.record, range(self.n_rows, n_rows), fill=fill)
                 replace_sums(table, nbytes, np.concatenate((sums, added)))
                 self._seal(state, None)
+                self.commit()
             except BaseException:
-                if not self._files.journal.is_sealed:
-                    replace_sums(table, nbytes, sums)
-                elif self._sealed is None:  # the seal may be durable, and refers to the new rows
+                if self._sealed is not None:
+                    self.commit()  # the new rows are durable
+                elif self._state is not state and self._files.journal.is_sealed:  # perhaps they are
                     self._broken = UNKNOWN
+                elif self._state is not state:
+                    replace_sums(table, nbytes, sums)
                 raise
-            self.commit()
         return self
 
     def rebuilt(
