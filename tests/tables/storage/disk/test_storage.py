@@ -30,7 +30,6 @@ from tests.tables.storage.disk.crash_model import (
     NBYTES,
     RECORD,
     WIDER,
-    drop_prepared,
     everything,
     failing,
     files,
@@ -179,10 +178,17 @@ class DiskMachine(RuleBasedStateMachine):
         self.completed()
 
     @precondition(lambda self: self.prepared)
-    @rule()
-    def drop(self) -> None:
-        drop_prepared(self.storage)
+    @rule(decided=st.booleans(), kept=st.booleans())
+    def settle(self, decided: bool, kept: bool) -> None:
+        """The next change completes what was decided, and drops what was not."""
+        if decided:
+            (self.folder / "decision").write_text(json.dumps({"token": str(self.generation)}))
+            self.completed()
+        elif not kept:
+            (self.folder / "decision").unlink()
+        self.storage.release()
         self.prepared = False
+        self.scatter({0, 5})
 
     @precondition(lambda self: not self.prepared)
     @rule(more=st.integers(0, 50))
@@ -231,45 +237,29 @@ def test_prepare_keeps_rows_still(tmp_path: Path) -> None:
     ):
         with pytest.raises(FlatbedError, match=r"cannot change while .*save_checkpoint"):
             change()
-    drop_prepared(storage)
-    assert (storage.unsaved_rows, storage.generation) == (5, 0)
-    assert np.array_equal(everything(storage), now)
-    storage.checkpoint()
-    storage.close()
-    assert np.array_equal(everything(DiskStorage.open(tmp_path / "table")), now)
+        assert np.array_equal(everything(storage), now)
 
 
-@pytest.mark.parametrize(
-    ("text", "outcome"),
-    [
-        ('{"token": "mine", "more": 1}', 1),
-        (None, 0),
-        ("{", "cannot be read"),
-        ("[]", "cannot be read"),
-        ("{}", "cannot be read"),
-    ],
-)
-def test_decision_file_completes_or_drops_a_checkpoint(
-    tmp_path: Path, text: str | None, outcome: int | str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"token": "mine", "more": 1}'])
+def test_decision_that_cannot_be_read(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     storage = made(tmp_path)
-    storage.scatter_(torch.arange(100), torch.zeros(100, NBYTES, dtype=torch.uint8))
+    storage.scatter_(torch.arange(100), random_records(100))
+    now = everything(storage)
     storage.prepare({"step": 1}, decision="decision", token="mine")
     storage.close()
     monkeypatch.chdir("/")
-    if text is not None:
-        (tmp_path / "decision").write_text(text)
-    if isinstance(outcome, str):
-        before = files(tmp_path)
-        with pytest.raises(FlatbedError, match=outcome):
+    (tmp_path / "decision").write_text(text)
+    before = files(tmp_path)
+    if "mine" not in text:
+        with pytest.raises(FlatbedError, match="cannot be read"):
             DiskStorage.open(tmp_path / "table")
         assert files(tmp_path) == before
         return
     for _ in range(2):
         storage = DiskStorage.open(tmp_path / "table")
-        assert (storage.generation, storage.meta) == (outcome, {"step": outcome})
-        assert everything(storage).any() != bool(outcome)
+        assert (storage.generation, storage.meta) == (1, {"step": 1})
+        assert np.array_equal(everything(storage), now)
         storage.close()
         (tmp_path / "decision").unlink(missing_ok=True)
 
@@ -307,29 +297,6 @@ def test_interrupted_commit_is_repeated(owner: type, name: str, done: bool, tmp_
     storage.checkpoint({"step": 3})
     storage.close()
     assert np.array_equal(everything(DiskStorage.open(tmp_path / "live" / "table")), now)
-
-
-@pytest.mark.parametrize("token", ["mine", "before", None])
-def test_next_change_completes_what_was_decided_and_drops_what_was_not(
-    token: str | None, tmp_path: Path
-) -> None:
-    (tmp_path / "decision").write_text('{"token": "before"}')
-    storage = made(tmp_path)
-    storage.scatter_(torch.arange(5), random_records(5))
-    now = everything(storage)
-    storage.prepare({"step": 1}, decision=tmp_path / "decision", token="mine")
-    if token is None:
-        (tmp_path / "decision").unlink()
-    else:
-        (tmp_path / "decision").write_text(json.dumps({"token": token}))
-    storage.release()
-    storage.scatter_(torch.arange(4, 8), random_records(4))
-    assert (storage.generation, storage.unsaved_rows) == ((1, 4) if token == "mine" else (0, 8))
-    now[4:8] = storage.gather(torch.arange(4, 8)).numpy()
-    assert np.array_equal(everything(storage), now)
-    storage.checkpoint({"step": 2})
-    storage.close()
-    assert np.array_equal(everything(DiskStorage.open(tmp_path / "table")), now)
 
 
 def job(folder: Path) -> Path:
