@@ -121,7 +121,7 @@ class WriteBehind:
         if len(rows) < MANY:
             yield lambda: (memory, self.storage.collect(rows, memory))
             return
-        order = self.storage.aside(self.storage.collect, rows, memory)
+        order = self.storage.submit(self.storage.collect, rows, memory)
         try:
             yield lambda: (memory, order.result())
         finally:
@@ -131,7 +131,7 @@ class WriteBehind:
         """Queue the records of rows that are evicted or flushed."""
         self.finish()
         n = self.storage.count_unjournaled(rows.numpy())
-        done = self.storage.send(self._write, rows, copies)
+        done = self.storage.submit(self._write, rows, copies, in_order=True)
         self._changes.pending = PendingWrite(rows, copies, n, done)
 
     def _write(self, rows: Tensor, copies: HostCopies) -> None:

@@ -241,7 +241,7 @@ def test_prepare_keeps_rows_still(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"token": "mine", "more": 1}'])
-def test_decision_that_cannot_be_read(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_contents_of_a_decision(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     storage = made(tmp_path)
     storage.scatter_(torch.arange(100), random_records(100))

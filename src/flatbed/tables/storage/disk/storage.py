@@ -172,15 +172,10 @@ class DiskStorage:
                 given = as_records(records.detach().cpu().contiguous().numpy())
                 self._files.journal.put(rows, given, self._files.pool)
 
-    def send(self, function: Callable[..., T], *args: Any) -> Future[T]:
-        """Run a function in the writer thread, in the order of the calls."""
+    def submit(self, function: Callable[..., T], *args: Any, in_order: bool = False) -> Future[T]:
+        """Run a function in a thread that copies rows, or after earlier calls in the thread that writes."""
         self._files.check()
-        return submit(self._files.writer, function, *args)
-
-    def aside(self, function: Callable[..., T], *args: Any) -> Future[T]:
-        """Run a function in one of the threads that copy rows."""
-        self._files.check()
-        return submit(self._files.pool, function, *args)
+        return submit(self._files.writer if in_order else self._files.pool, function, *args)
 
     def count_also(self, changed_rows: Callable[[], NDArray[np.int64]]) -> None:
         """Include changed rows of a cache in `unsaved_rows` and in the warning at exit."""
