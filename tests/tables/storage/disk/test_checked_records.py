@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Callable
 from contextlib import closing
@@ -15,7 +14,7 @@ from typer.testing import CliRunner
 
 import flatbed
 from flatbed.cli import app
-from flatbed.errors import DamagedFileError, FlatbedError
+from flatbed.errors import DamagedFileError
 from flatbed.tables.storage import base
 from flatbed.tables.storage.disk import DiskStorage, ReadOnlyStorage
 from flatbed.tables.storage.disk.checked_records import as_records, file_size, row_sums, sums_at
@@ -23,7 +22,6 @@ from flatbed.tables.storage.disk.format import RECORDS_AT, STATE_AT
 from tests.tables.storage.disk.crash_model import (
     NBYTES,
     everything,
-    failing,
     fill,
     filled,
     made,
@@ -126,16 +124,6 @@ def test_a_table_that_grows_keeps_its_checksums(path: Path) -> None:
     flip(path, 699, 5)
     with pytest.raises(DamagedFileError, match="row 699"):
         ReadOnlyStorage(path).check_rows()
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(errno.EIO, "Input/output error")], ids=repr)
-def test_a_growth_that_fails_at_its_first_sync_keeps_the_checksums(path: Path, error: BaseException) -> None:
-    with closing(DiskStorage.open(path)) as storage:
-        with failing(os, "fsync", error), pytest.raises((KeyboardInterrupt, FlatbedError)):
-            storage.resize(5_000, fill=fill)
-        storage.scatter_(torch.tensor([3]), random_records(1))
-        storage.checkpoint()
-    assert ReadOnlyStorage(path).check_rows() == N_ROWS
 
 
 def test_growth_seen_by_a_reader_and_by_a_kill(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 import flatbed
 from flatbed.errors import FlatbedError
 from flatbed.tables.storage import base
-from flatbed.tables.storage.disk import DiskStorage, checked_records, journal
+from flatbed.tables.storage.disk import DiskStorage, ReadOnlyStorage, checked_records, journal
 from flatbed.tables.storage.disk.checked_records import file_size
 from flatbed.tables.storage.disk.mapped_file import MappedFile
 from tests.tables.storage.disk.crash_model import (
@@ -502,6 +502,7 @@ def test_failed_syncs_of_a_growth(tmp_path: Path, which: int) -> None:
     storage.close()
     n_rows = 100 if which < 5 else 200
     assert np.array_equal(everything(DiskStorage.open(tmp_path / "table")), filled(0, n_rows, NBYTES))
+    assert ReadOnlyStorage(tmp_path / "table").check_rows() == n_rows
 
 
 def test_rebuilt_with_other_records(tmp_path: Path) -> None:
