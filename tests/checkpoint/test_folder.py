@@ -195,7 +195,7 @@ import atexit, sys, torch, flatbed
 from torch import nn
 from flatbed.tables.storage.disk import journal
 
-journal.MANY_BYTES = 0
+journal.MEMORY_PART = 64
 table = flatbed.Embedding(100, 4, storage="disk", path=sys.argv[1] + "/t.bed", init="zeros")
 table.write_rows(torch.arange(100), torch.ones(100, 4))
 model = nn.Linear(512, 512)  # 1 MB

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 from collections.abc import Callable
@@ -23,8 +24,13 @@ BATCHES = [[1, 2, 3, 4], [5, 1, 23, 6], [7, 2, 8, 8, 1, 9]]
 APART = 4  # calls between two interruptions
 
 
-def interrupted(act: Callable[[], Any], number: int, within: str = SOURCE) -> bool:
-    """Interrupt at a call, where Python handles signals; returns False if there are fewer calls."""
+def interrupted(
+    act: Callable[[], Any], number: int, within: str = SOURCE, errors: list[BaseException] | None = None
+) -> bool:
+    """Interrupt at a call, where Python handles signals; returns False if there are fewer calls.
+
+    `errors` keeps the error, and so the frames of its traceback.
+    """
     n_seen = 0
 
     def profile(frame: Any, event: str, _: Any) -> None:
@@ -41,17 +47,19 @@ def interrupted(act: Callable[[], Any], number: int, within: str = SOURCE) -> bo
     sys.setprofile(profile)
     try:
         act()
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
+        if errors is not None:
+            errors.append(error)
         return True
     finally:
         sys.setprofile(None)
     return n_seen >= number
 
 
-def made(storage: str, folder: Path) -> tuple[Any, Any]:
+def made(storage: str, folder: Path, cache_rows: int = 6) -> tuple[Any, Any]:
     folder.mkdir(exist_ok=True)
     path = folder / "table" if storage == "disk" else None
-    emb = flatbed.Embedding(ROWS, DIM, seed=1, storage=storage, path=path, cache_rows=6)
+    emb = flatbed.Embedding(ROWS, DIM, seed=1, storage=storage, path=path, cache_rows=cache_rows)
     return emb, flatbed.optim.Adam(emb, lr=0.1)
 
 
@@ -67,18 +75,23 @@ def records(emb: Any) -> Tensor:
     return torch.cat([weight, *state.values()], 1)
 
 
-def check_rows(emb: Any, before: Tensor, after: Tensor) -> Tensor:
-    """Each row is one of two, and the same however it is asked for. Returns the rows."""
+def answered(ask: Callable[[], Tensor]) -> Tensor:
+    """Ask in another thread: no lock may be left behind."""
     answer: Future[Tensor] = Future()
 
     def run() -> None:
         try:
-            answer.set_result(records(emb))
+            answer.set_result(ask())
         except BaseException as error:
             answer.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
-    found = answer.result(timeout=20)  # no lock may be left behind
+    return answer.result(timeout=20)
+
+
+def check_rows(emb: Any, before: Tensor, after: Tensor) -> Tensor:
+    """Each row is one of two, and the same however it is asked for. Returns the rows."""
+    found = answered(partial(records, emb))
     as_before, as_after = (found == before).all(1), (found == after).all(1)
     assert (as_before | as_after).all(), (~(as_before | as_after)).nonzero().flatten().tolist()
     for ids in ([10, 11, 12], [13, 14, 15, 16], [17, 18, 19, 20, 21, 22]):  # evicts all others
@@ -116,6 +129,21 @@ def test_rows_of_an_interrupted_step(storage: str, tmp_path: Path) -> None:
         number += APART
     emb.table.close(discard=True)
     assert number > 200
+
+
+def test_interrupted_exit_of_a_context_leaves_no_lock(tmp_path: Path) -> None:
+    """Also while the user's debugger or notebook holds the traceback."""
+    number, errors = 1, list[BaseException]()
+    while True:
+        emb, optimizer = made("disk", tmp_path / str(number), cache_rows=0)
+        step(emb, optimizer, BATCHES[0])
+        if not interrupted(partial(step, emb, optimizer, BATCHES[1]), number, contextlib.__file__, errors):
+            break
+        answered(partial(records, emb))
+        emb.table.close(discard=True)
+        number += 1
+    emb.table.close(discard=True)
+    assert number > 10
 
 
 @pytest.mark.usefixtures("kernel_device")

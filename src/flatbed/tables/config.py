@@ -56,8 +56,8 @@ class Config:
                 f'storage="disk" needs a path, path="items.bed" for example, and other storages take none; '
                 f"found storage={self.storage!r}, path={self.path}"
             )
-        if self.path is not None and self.path.suffix in (".new", ".journal"):
-            raise ValueError(f"{self.path.suffix} is the ending of files of flatbed; found path={self.path}")
+        if self.path is not None and self.path.suffix == ".journal":
+            raise ValueError(f".journal is the ending of files of flatbed; found path={self.path}")
         if self.path is not None and not self.path.absolute().parent.is_dir():
             raise FlatbedError(f"there is no folder {self.path.absolute().parent}: make it first")
         if self.cache_rows is not None and self.cache_bytes is not None:

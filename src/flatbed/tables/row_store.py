@@ -281,9 +281,11 @@ class RowStore:
                     fill, meta = initial_rows(self.config, storage.record), self._meta()
                     self._storage = storage.resize(n_rows, fill=fill, meta=meta)
             except BaseException:
-                self.config = before
+                if storage is None or storage.n_rows < n_rows:  # otherwise a file has the new rows already
+                    self.config = before
                 raise
-            self.version += 1
+            finally:
+                self.version += 1
 
     def move(self, device: torch.device) -> None:
         """Compute on another device. `ensure_layout` moves the rows at the next use, where needed."""

@@ -92,25 +92,23 @@ def test_attributes(storage: Storage, record: Record) -> None:
         assert storage.memory.data_ptr() % 16 == 0
 
 
-def test_gather(storage: Storage, record: Record) -> None:
-    expected = first_records(record)
+def check_rows(storage: Storage, expected: Tensor) -> None:
+    assert torch.equal(storage.read(0, N_ROWS).cpu(), expected)
     for rows in ([], [0], [N_ROWS - 1, 0, 5, 5, 5], list(range(N_ROWS))):
-        found = storage.gather(ids(storage, *rows))
-        assert found.device == storage.device
-        assert found.dtype == torch.uint8
-        assert torch.equal(found.cpu(), expected[rows])
-        beginning = storage.gather(ids(storage, *rows), record.weight.nbytes)
-        assert torch.equal(beginning.cpu(), expected[rows][:, : record.weight.nbytes])
+        for nbytes in (None, storage.record.weight.nbytes):
+            found = storage.gather(ids(storage, *rows), nbytes)
+            assert (found.device, found.dtype) == (storage.device, torch.uint8)
+            assert torch.equal(found.cpu(), expected[rows][:, :nbytes])
 
 
 def test_scatter(storage: Storage, record: Record) -> None:
     expected = first_records(record)
+    check_rows(storage, expected)
     for n, rows in enumerate(([], [7], [N_ROWS - 1, 3, 0], list(range(N_ROWS))[::-1], [4, 7])):
         given = torch.full((len(rows), record.nbytes), 10 + n, dtype=torch.uint8)
         storage.scatter_(ids(storage, *rows), given.to(storage.device))
         expected[rows] = given
-        assert torch.equal(storage.read(0, N_ROWS).cpu(), expected)
-        assert torch.equal(storage.gather(ids(storage, *range(N_ROWS))).cpu(), expected)
+        check_rows(storage, expected)
 
 
 def test_read_and_write(storage: Storage, record: Record) -> None:
@@ -120,8 +118,7 @@ def test_read_and_write(storage: Storage, record: Record) -> None:
         given = expected[start:stop] ^ 255
         storage.write_(start, given)
         expected[start:stop] = given
-        assert torch.equal(storage.read(0, N_ROWS).cpu(), expected)
-        assert torch.equal(storage.gather(ids(storage, *range(N_ROWS))).cpu(), expected)
+        check_rows(storage, expected)
 
 
 def test_rows_are_copied_both_ways(storage: Storage, record: Record) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager
@@ -86,12 +85,9 @@ class CachedChanges:
     def __init__(self, index: CacheIndex) -> None:
         self._index = index
         self.pending: PendingWrite | None = None
-        self.process = os.getpid()
 
     def rows(self) -> NDArray[np.int64]:
         """Return changed rows, of which the journal may have some. Waits for the pending write."""
-        if os.getpid() != self.process:
-            return np.empty(0, np.int64)  # they are the parent's, as is the thread that writes them
         rows: NDArray[np.int64] = self._index.row_of_slot.numpy()[self._index.dirty.numpy() != 0]
         pending = self.pending
         if pending is not None:
@@ -125,7 +121,7 @@ class WriteBehind:
         if len(rows) < MANY:
             yield lambda: (memory, self.storage.collect(rows, memory))
             return
-        order = self.storage.aside(self.storage.collect, rows, memory)
+        order = self.storage.submit(self.storage.collect, rows, memory)
         try:
             yield lambda: (memory, order.result())
         finally:
@@ -135,7 +131,7 @@ class WriteBehind:
         """Queue the records of rows that are evicted or flushed."""
         self.finish()
         n = self.storage.count_unjournaled(rows.numpy())
-        done = self.storage.send(self._write, rows, copies)
+        done = self.storage.submit(self._write, rows, copies, in_order=True)
         self._changes.pending = PendingWrite(rows, copies, n, done)
 
     def _write(self, rows: Tensor, copies: HostCopies) -> None:
@@ -157,7 +153,7 @@ class WriteBehind:
     def abandon(self) -> None:
         """Wait for the pending write, and drop it if it failed."""
         pending, self._changes.pending = self._changes.pending, None
-        if pending is not None and os.getpid() == self._changes.process:
+        if pending is not None:
             wait([pending.done])
 
     def mark_changed(self, rows: Tensor, slots: NDArray[np.int64]) -> None:

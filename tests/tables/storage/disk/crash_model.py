@@ -16,8 +16,6 @@ from torch import Tensor
 
 from flatbed.tables.record import Field, Record
 from flatbed.tables.storage.disk import DiskStorage
-from flatbed.tables.storage.disk.checked_records import sums_at
-from flatbed.tables.storage.disk.format import RECORDS_AT, STATE, STATE_AT, decode, encode
 
 Dense = NDArray[np.uint8]
 
@@ -57,14 +55,10 @@ def made(folder: Path, n_rows: int = 100, record: Record = RECORD) -> DiskStorag
     return DiskStorage.create(folder / "table", record, n_rows, fill=fill, meta={"step": 0})
 
 
-def without_sums(path: Path, n_rows: int) -> None:
-    """Make a file one of an earlier version, without checksums."""
-    state = decode(STATE, path.read_bytes()[STATE_AT:RECORDS_AT])
-    del state["has_sums"]
-    with open(path, "r+b") as file:
-        file.truncate(sums_at(n_rows, NBYTES))
-        file.seek(STATE_AT)
-        file.write(encode(STATE, state, RECORDS_AT))
+def drop_prepared(storage: DiskStorage) -> None:
+    """Take a prepared checkpoint back, as the next change does if its decision was not made."""
+    storage.release()
+    storage.settle()
 
 
 def everything(storage: DiskStorage) -> Dense:

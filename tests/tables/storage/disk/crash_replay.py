@@ -53,7 +53,7 @@ def recorded(log: Log) -> Iterator[None]:
 
     def opened(self: MappedFile, path: Path, *, create: bool = False, **options: Any) -> None:
         real["__init__"](self, path, create=create, **options)
-        if create or path.name.endswith(".new"):
+        if create or path.name.endswith(".part"):
             log.add("create", path)
 
     def write(self: MappedFile, offset: int, data: Any) -> None:

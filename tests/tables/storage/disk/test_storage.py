@@ -22,17 +22,14 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 import flatbed
 from flatbed.errors import FlatbedError
-from flatbed.tables.record import Field, Record
-from flatbed.tables.storage.base import Storage
-from flatbed.tables.storage.disk import DiskStorage, checked_records, journal
-from flatbed.tables.storage.disk import checked_records as disk_rows
+from flatbed.tables.storage import base
+from flatbed.tables.storage.disk import DiskStorage, ReadOnlyStorage, checked_records, journal
 from flatbed.tables.storage.disk.checked_records import file_size
 from flatbed.tables.storage.disk.mapped_file import MappedFile
 from tests.tables.storage.disk.crash_model import (
     NBYTES,
     RECORD,
     WIDER,
-    batch,
     everything,
     failing,
     files,
@@ -40,15 +37,13 @@ from tests.tables.storage.disk.crash_model import (
     filled,
     made,
     random_records,
-    train,
 )
 
 # ---- the contract of storages
 
 
-@pytest.mark.parametrize("n_rows", [0, 16, 33])
-def test_creation_fills_every_row_once(tmp_path: Path, n_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checked_records, "CHUNK", 16 * NBYTES)
+def test_creation_fills_every_row_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base, "CHUNK_BYTES", 16 * NBYTES)
     asked = []
 
     def noted(start: int, stop: int, records: torch.Tensor) -> None:
@@ -56,18 +51,21 @@ def test_creation_fills_every_row_once(tmp_path: Path, n_rows: int, monkeypatch:
         asked.extend(range(start, stop))
         fill(start, stop, records)
 
-    storage: Storage = DiskStorage.create(tmp_path / "table", RECORD, n_rows, fill=noted)
-    assert asked == list(range(n_rows))
-    assert (storage.n_rows, storage.record, storage.memory) == (n_rows, RECORD, None)
-    assert np.array_equal(storage.read(0, n_rows).numpy(), filled(0, n_rows, NBYTES))
-    assert np.array_equal(storage.gather(torch.arange(n_rows)).numpy(), filled(0, n_rows, NBYTES))
+    storage = DiskStorage.create(tmp_path / "table", RECORD, 33, fill=noted)
+    assert asked == list(range(33))
+    assert np.array_equal(everything(storage), filled(0, 33, NBYTES))
     storage.close()
-    assert (tmp_path / "table").stat().st_size == file_size(n_rows, NBYTES)
+    assert (tmp_path / "table").stat().st_size == file_size(33, NBYTES)
 
 
+@pytest.mark.parametrize("part", [1 << 20, NBYTES], ids=["one thread", "many threads"])
 @pytest.mark.parametrize("checkpoint", [False, True])
 @pytest.mark.parametrize("n_ids", [0, 50, 100])
-def test_gather_is_in_the_order_of_the_ids(tmp_path: Path, n_ids: int, checkpoint: bool) -> None:
+def test_gather_is_in_the_order_of_the_ids(
+    tmp_path: Path, n_ids: int, checkpoint: bool, part: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checked_records, "READ_PART", part)
+    monkeypatch.setattr(checked_records, "MEMORY_PART", part)
     storage, model = made(tmp_path), filled(0, 100, NBYTES)
     ids, records = torch.randperm(100)[:n_ids], random_records(n_ids)
     storage.scatter_(ids, records)
@@ -76,24 +74,10 @@ def test_gather_is_in_the_order_of_the_ids(tmp_path: Path, n_ids: int, checkpoin
     if checkpoint:
         storage.checkpoint()
     for asked in (torch.randint(0, 100, (257,)), torch.arange(100), ids, ids.int(), torch.empty(0).long()):
-        assert np.array_equal(storage.gather(asked).numpy(), model[asked.numpy()])
         for nbytes in (1, 2, 12, 32, NBYTES):
             assert np.array_equal(storage.gather(asked, nbytes).numpy(), model[asked.numpy(), :nbytes])
     assert np.array_equal(storage.read(10, 60).numpy(), model[10:60])
     assert storage.read(7, 7).shape == (0, NBYTES)
-    storage.close()
-
-
-def test_large_gathers_are_shared_among_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_rows, "READ_PART", 1 << 16)
-    monkeypatch.setattr(disk_rows, "MEMORY_PART", 1 << 16)
-    record = Record((Field("weight", torch.float32, 1024),))
-    storage, model = made(tmp_path, 2000, record), filled(0, 2000, 4096)
-    ids = torch.randperm(2000)[:999]
-    storage.scatter_(ids[:500], random_records(500, 4096))
-    model[ids[:500].numpy()] = storage.gather(ids[:500]).numpy()
-    assert np.array_equal(storage.gather(ids).numpy(), model[ids.numpy()])
-    assert np.array_equal(storage.gather(ids, 2048).numpy(), model[ids.numpy(), :2048])
     storage.close()
 
 
@@ -129,26 +113,15 @@ def test_meta_is_json_of_limited_size(tmp_path: Path) -> None:
 
 
 def test_only_checkpoints_reach_the_file(tmp_path: Path) -> None:
-    storage, model = made(tmp_path), filled(0, 100, NBYTES)
-    for step in range(1, 8):
-        before = (tmp_path / "table").read_bytes()
-        storage.scatter_(*map(torch.from_numpy, batch(step, 100, NBYTES)))
-        train(model, step)
-        assert (tmp_path / "table").read_bytes() == before
-        if step % 2:
-            storage.checkpoint({"step": step})
-            found = (storage.generation, storage.meta, storage.unsaved_rows)
-            assert found == ((step + 1) // 2, {"step": step}, 0)
-            saved = model.copy()
-        assert np.array_equal(everything(storage), model)
+    storage = made(tmp_path)
+    before = (tmp_path / "table").read_bytes()
     storage.scatter_(torch.arange(100), random_records(100))
+    assert (tmp_path / "table").read_bytes() == before
     storage.close()
-    assert list(files(tmp_path)) == ["table"]
+    assert files(tmp_path) == {"table": before}
     storage = DiskStorage.open(str(tmp_path / "table"))
-    assert np.array_equal(everything(storage), saved)
-    assert (storage.generation, storage.meta, storage.record) == (4, {"step": 7}, RECORD)
     storage.checkpoint()
-    assert (storage.generation, storage.meta) == (5, {"step": 7})
+    assert (storage.generation, storage.meta, storage.record) == (1, {"step": 0}, RECORD)
 
 
 class DiskMachine(RuleBasedStateMachine):
@@ -205,10 +178,17 @@ class DiskMachine(RuleBasedStateMachine):
         self.completed()
 
     @precondition(lambda self: self.prepared)
-    @rule()
-    def abort(self) -> None:
-        self.storage.abort()
+    @rule(decided=st.booleans(), kept=st.booleans())
+    def settle(self, decided: bool, kept: bool) -> None:
+        """The next change completes what was decided, and drops what was not."""
+        if decided:
+            (self.folder / "decision").write_text(json.dumps({"token": str(self.generation)}))
+            self.completed()
+        elif not kept:
+            (self.folder / "decision").unlink()
+        self.storage.release()
         self.prepared = False
+        self.scatter({0, 5})
 
     @precondition(lambda self: not self.prepared)
     @rule(more=st.integers(0, 50))
@@ -257,75 +237,44 @@ def test_prepare_keeps_rows_still(tmp_path: Path) -> None:
     ):
         with pytest.raises(FlatbedError, match=r"cannot change while .*save_checkpoint"):
             change()
-    storage.abort()
-    assert (storage.unsaved_rows, storage.generation) == (5, 0)
-    assert np.array_equal(everything(storage), now)
-    storage.checkpoint()
-    storage.close()
-    assert np.array_equal(everything(DiskStorage.open(tmp_path / "table")), now)
+        assert np.array_equal(everything(storage), now)
 
 
-@pytest.mark.parametrize(
-    ("text", "outcome"),
-    [
-        ('{"token": "mine", "more": 1}', 1),
-        (None, 0),
-        ("{", "cannot be read"),
-        ("[]", "cannot be read"),
-        ("{}", "cannot be read"),
-    ],
-)
-def test_decision_file_completes_or_drops_a_checkpoint(
-    tmp_path: Path, text: str | None, outcome: int | str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"token": "mine", "more": 1}'])
+def test_contents_of_a_decision(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     storage = made(tmp_path)
-    storage.scatter_(torch.arange(100), torch.zeros(100, NBYTES, dtype=torch.uint8))
+    storage.scatter_(torch.arange(100), random_records(100))
+    now = everything(storage)
     storage.prepare({"step": 1}, decision="decision", token="mine")
     storage.close()
     monkeypatch.chdir("/")
-    if text is not None:
-        (tmp_path / "decision").write_text(text)
-    if isinstance(outcome, str):
-        before = files(tmp_path)
-        with pytest.raises(FlatbedError, match=outcome):
+    (tmp_path / "decision").write_text(text)
+    before = files(tmp_path)
+    if "mine" not in text:
+        with pytest.raises(FlatbedError, match="cannot be read"):
             DiskStorage.open(tmp_path / "table")
         assert files(tmp_path) == before
         return
     for _ in range(2):
         storage = DiskStorage.open(tmp_path / "table")
-        assert (storage.generation, storage.meta) == (outcome, {"step": outcome})
-        assert everything(storage).any() != bool(outcome)
+        assert (storage.generation, storage.meta) == (1, {"step": 1})
+        assert np.array_equal(everything(storage), now)
         storage.close()
         (tmp_path / "decision").unlink(missing_ok=True)
 
 
-def test_interrupted_commit_can_be_repeated(tmp_path: Path) -> None:
-    storage = made(tmp_path)
-    storage.scatter_(torch.arange(50), random_records(50))
-    now = everything(storage)
-
-    with failing(MappedFile, "scatter", KeyboardInterrupt()), pytest.raises(KeyboardInterrupt):
-        storage.checkpoint({"step": 1})
-    with pytest.raises(FlatbedError, match="half copied"):
-        storage.abort()
-    assert np.array_equal(everything(storage), now)
-    storage.scatter_(torch.arange(3), torch.from_numpy(now[:3]))  # completes it first
-    assert (storage.generation, storage.meta, storage.unsaved_rows) == (1, {"step": 1}, 3)
-    storage.checkpoint({"step": 2})
-    assert (storage.generation, storage.meta) == (2, {"step": 2})
-    storage.close()
-    assert np.array_equal(everything(DiskStorage.open(tmp_path / "table")), now)
-
-
 @pytest.mark.parametrize("done", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize("name", ["clear", "unseal"])
-def test_kill_while_an_interrupted_commit_is_repeated(name: str, done: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("owner", "name"), [(MappedFile, "scatter"), (journal.Journal, "clear"), (journal.Journal, "unseal")]
+)
+def test_interrupted_commit_is_repeated(owner: type, name: str, done: bool, tmp_path: Path) -> None:
+    """Also if a kill ends the repetition."""
     (tmp_path / "live").mkdir()
     storage = made(tmp_path / "live")
     storage.scatter_(torch.arange(50), random_records(50))
     now = everything(storage)
-    real = getattr(journal.Journal, name)
+    real = getattr(owner, name)
 
     def interrupt(*args: Any, **options: Any) -> None:
         if done:
@@ -337,37 +286,17 @@ def test_kill_while_an_interrupted_commit_is_repeated(name: str, done: bool, tmp
             shutil.copytree(tmp_path / "live", tmp_path / "killed")
             raise KeyboardInterrupt
 
-    with mock.patch.object(journal.Journal, name, interrupt), pytest.raises(KeyboardInterrupt):
+    with mock.patch.object(owner, name, interrupt), pytest.raises(KeyboardInterrupt):
         storage.checkpoint({"step": 1})
+    assert np.array_equal(everything(storage), now)
     with mock.patch.object(MappedFile, "sync", kill), pytest.raises(KeyboardInterrupt):
         storage.checkpoint({"step": 2})
     assert np.array_equal(everything(DiskStorage.open(tmp_path / "killed" / "table")), now)
+    storage.scatter_(torch.arange(3), torch.from_numpy(now[:3]))  # completes it first
+    assert (storage.generation, storage.meta, storage.unsaved_rows) == (1, {"step": 1}, 3)
     storage.checkpoint({"step": 3})
     storage.close()
     assert np.array_equal(everything(DiskStorage.open(tmp_path / "live" / "table")), now)
-
-
-@pytest.mark.parametrize("token", ["mine", "before", None])
-def test_next_change_completes_what_was_decided_and_drops_what_was_not(
-    token: str | None, tmp_path: Path
-) -> None:
-    (tmp_path / "decision").write_text('{"token": "before"}')
-    storage = made(tmp_path)
-    storage.scatter_(torch.arange(5), random_records(5))
-    now = everything(storage)
-    storage.prepare({"step": 1}, decision=tmp_path / "decision", token="mine")
-    if token is None:
-        (tmp_path / "decision").unlink()
-    else:
-        (tmp_path / "decision").write_text(json.dumps({"token": token}))
-    storage.release()
-    storage.scatter_(torch.arange(4, 8), random_records(4))
-    assert (storage.generation, storage.unsaved_rows) == ((1, 4) if token == "mine" else (0, 8))
-    now[4:8] = storage.gather(torch.arange(4, 8)).numpy()
-    assert np.array_equal(everything(storage), now)
-    storage.checkpoint({"step": 2})
-    storage.close()
-    assert np.array_equal(everything(DiskStorage.open(tmp_path / "table")), now)
 
 
 def job(folder: Path) -> Path:
@@ -467,7 +396,7 @@ def test_interrupted_seal_is_taken_back(twice: bool, prepared: bool, tmp_path: P
 
     second = failing(MappedFile, "sync", KeyboardInterrupt()) if twice else nullcontext()
     prepare = partial(storage.prepare, decision=tmp_path / "decision", token="mine")
-    with failing(journal, "digest", KeyboardInterrupt()), second, pytest.raises(KeyboardInterrupt):
+    with failing(journal, "encode", KeyboardInterrupt()), second, pytest.raises(KeyboardInterrupt):
         (prepare if prepared else storage.checkpoint)({"step": 1})
     assert storage.has_room(1) != twice
     storage.scatter_(torch.arange(40, 60), random_records(20))
@@ -497,13 +426,18 @@ def test_resize_that_is_interrupted_twice_opens_again(tmp_path: Path) -> None:
     assert np.array_equal(everything(opened)[: len(before)], before)
 
 
-def test_interrupted_scatter_changes_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("owner", "name"), [(MappedFile, "scatter"), (journal, "row_sums")])
+def test_interrupted_scatter(owner: Any, name: str, tmp_path: Path) -> None:
+    """Each row is as before or as after, and so is its checksum."""
     storage = made(tmp_path)
     storage.scatter_(torch.arange(20), random_records(20))
-    now = everything(storage)
-    with failing(MappedFile, "scatter", KeyboardInterrupt()), pytest.raises(KeyboardInterrupt):
-        storage.scatter_(torch.arange(10, 40), random_records(30))
-    assert np.array_equal(everything(storage), now)
+    before, records = everything(storage), random_records(30)
+    after = before.copy()
+    after[10:40] = records.numpy()
+    with failing(owner, name, KeyboardInterrupt()), pytest.raises(KeyboardInterrupt):
+        storage.scatter_(torch.arange(10, 40), records)
+    found = everything(storage)
+    assert ((found == before).all(1) | (found == after).all(1)).all()
     storage.scatter_(torch.arange(30, 50), random_records(20))
     now = everything(storage)
     storage.checkpoint()
@@ -568,6 +502,7 @@ def test_failed_syncs_of_a_growth(tmp_path: Path, which: int) -> None:
     storage.close()
     n_rows = 100 if which < 5 else 200
     assert np.array_equal(everything(DiskStorage.open(tmp_path / "table")), filled(0, n_rows, NBYTES))
+    assert ReadOnlyStorage(tmp_path / "table").check_rows() == n_rows
 
 
 def test_rebuilt_with_other_records(tmp_path: Path) -> None:

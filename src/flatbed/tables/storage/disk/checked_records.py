@@ -4,9 +4,9 @@ Checksums are four bytes per row after the records:
 
     [identity] [state] [records] [magic: 16 bytes] [checksum of each row: uint32]
 
-A checksum of 0 means that none is known. Files of earlier versions end with their records, and get checksums
-as their rows change. `State.has_sums` says that a file has them. An interrupted `resize` leaves a file
-without magic that is longer, if only by a byte. Without magic, a file of the exact length is damaged.
+A checksum of 0 means that none is known, as after `flatbed check --forget`. A `resize` writes new rows over
+the checksums of a file that it has made longer. If it is killed, the file has no magic, and its checksums are
+not known. Without magic, a file of the exact length is damaged.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import suppress
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -25,9 +24,9 @@ from torch import Tensor
 
 from flatbed.errors import DamagedFileError
 from flatbed.tables.record import Record
-from flatbed.tables.storage.base import Fill
+from flatbed.tables.storage.base import Fill, row_blocks
 from flatbed.tables.storage.disk.format import RECORDS_AT
-from flatbed.tables.storage.disk.mapped_file import MappedFile, NoSpace, Records, Sums
+from flatbed.tables.storage.disk.mapped_file import MappedFile, Records, Sums
 
 # ---- copies by threads
 
@@ -107,31 +106,21 @@ def split(pool: ThreadPoolExecutor, copy: Callable[[slice], None], n_rows: int, 
         wait(others)
 
 
-def take(
-    records: Records, at: NDArray[Any], *, into: Records, where: NDArray[np.int64] | slice, pool: CopyThreads
-) -> None:
-    """Copy records, or as many of their first bytes as `into` takes, to positions `where` of it.
-
-    The caller has checked that `at` is in range.
-    """
-    is_whole = into.dtype == records.dtype
-    nbytes = into.dtype.itemsize
-    source = head(records, nbytes)
-    n_faults: list[int] = []
+def take(records: Records, at: NDArray[Any], into: Records, pool: CopyThreads) -> None:
+    """Copy records at positions in range, or as many of their first bytes as `into` takes."""
+    source, n_faults = head(records, into.itemsize), [0]
 
     def copy(some: slice) -> None:
         before = _disk_faults()
-        if not isinstance(where, slice):
-            into[where[some]] = source[at[some]]
-        elif is_whole:
+        if source is records:
             # Only with mode="clip" does numpy write into `out` directly.
-            np.take(source, at[some], out=into[where][some], mode="clip")
+            np.take(source, at[some], out=into[some], mode="clip")
         else:
-            into[where][some] = source[at[some]]  # np.take would first copy the whole table
+            into[some] = source[at[some]]  # np.take would first copy the whole table
         n_faults.append(_disk_faults() - before)
 
-    split(pool, copy, len(at), n_parts=nbytes * len(at) // pool.part_bytes)
-    if nbytes * len(at) >= READ_PART:  # fewer rows say too little
+    split(pool, copy, len(at), n_parts=into.nbytes // pool.part_bytes)
+    if into.nbytes >= READ_PART:  # fewer rows say too little
         pool.part_bytes = READ_PART if COLD_SHARE * sum(n_faults) > len(at) else MEMORY_PART
 
 
@@ -140,15 +129,6 @@ def _disk_faults() -> int:
     import resource  # Windows has none
 
     return resource.getrusage(resource.RUSAGE_THREAD).ru_majflt
-
-
-def put(table: MappedFile, at: NDArray[np.int64], *, records: Records, pool: CopyThreads) -> None:
-    """Replace records of a mapped file."""
-
-    def copy(some: slice) -> None:
-        table.scatter(at[some], records[some])
-
-    split(pool, copy, len(at), n_parts=records.nbytes // MEMORY_PART)
 
 
 class Readers:
@@ -183,8 +163,6 @@ class Readers:
 
 
 MAGIC = b"flatbed-sum2\r\n\x1a\n"
-CHUNK = 32 << 20
-FLUSH_EVERY = 8  # chunks
 CHECKED = 1 << 20  # bytes of records copied at a time, which fit into a core's cache
 SUMMED = 1 << 18  # bytes of records summed at a time: part and product stay in a core's cache
 
@@ -239,36 +217,22 @@ def has_sums(file: MappedFile, n_rows: int, nbytes: int) -> bool:
     return found.tobytes() == MAGIC
 
 
-def map_records(file: MappedFile, n_rows: int, nbytes: int, *, needs_sums: bool = False) -> Records:
-    """Map records, and checksums if the file has them, which `needs_sums` requires.
-
-    A file that is too short raises `DamagedFileError`.
-    """
-    end, longest = sums_at(n_rows, nbytes), file_size(n_rows, nbytes)
-    with_sums = file.size > end and has_sums(file, n_rows, nbytes)
-    expected = longest if with_sums or needs_sums else end
+def map_records(file: MappedFile, n_rows: int, nbytes: int) -> Records:
+    """Map records, and their checksums unless a `resize` is writing over them."""
+    expected = file_size(n_rows, nbytes)
     if file.size < expected:
         raise DamagedFileError(
             f"{file.path} has {file.size} bytes, but {n_rows} rows of {nbytes} bytes need {expected}: it was "
             "cut short; restore it from a copy"
         )
-    if needs_sums and not with_sums and file.size == longest:
+    is_summed = has_sums(file, n_rows, nbytes)
+    if file.size == expected and not is_summed:
         raise DamagedFileError(
             f"the mark before the checksums of {file.path} is damaged; restore the file from a copy, or run "
             "`flatbed check --forget` to take all rows as they are"
         )
-    return file.map(
-        RECORDS_AT, nbytes, count=n_rows, random=True, sums_at=end + len(MAGIC) if with_sums else None
-    )
-
-
-def add_sums(table: MappedFile, n_rows: int, nbytes: int) -> None:
-    """Give a file without checksums space for them, where its disk has some. None is known yet."""
-    with suppress(NoSpace):
-        table.reserve(file_size(n_rows, nbytes))
-        write_sums(table, nbytes, np.zeros(n_rows, np.uint32))
-        table.truncate(file_size(n_rows, nbytes))
-        map_records(table, n_rows, nbytes)
+    at = sums_at(n_rows, nbytes) + len(MAGIC) if is_summed else None
+    return file.map(RECORDS_AT, nbytes, count=n_rows, random=True, sums_at=at)
 
 
 def write_sums(table: MappedFile, nbytes: int, sums: Sums) -> None:
@@ -280,36 +244,31 @@ def write_sums(table: MappedFile, nbytes: int, sums: Sums) -> None:
     table.sync()
 
 
-def known_sums(table: MappedFile) -> Sums:
-    """Copy the checksums of all rows; 0 for each without them."""
-    assert table.rows is not None
-    return np.zeros(len(table.rows), np.uint32) if table.sums is None else table.sums.copy()
-
-
 def drop_sums(table: MappedFile, nbytes: int) -> None:
     """Remove the magic of a file that was made longer, durably."""
-    sums, table.sums = table.sums, None
-    if sums is not None:
-        table.sync()  # first the length, by which `map_records` tells this from damage
-        table.write(sums_at(len(sums), nbytes), bytes(len(MAGIC)))
-        table.sync()
+    assert table.sums is not None
+    n_rows, table.sums = len(table.sums), None
+    table.sync()  # first the length, by which `map_records` tells this from damage
+    table.write(sums_at(n_rows, nbytes), bytes(len(MAGIC)))
+    table.sync()
+
+
+def replace_sums(table: MappedFile, nbytes: int, sums: Sums) -> None:
+    """Write the checksums of all rows of a file from which `drop_sums` has removed them."""
+    write_sums(table, nbytes, sums)
+    table.truncate(file_size(len(sums), nbytes))
+    map_records(table, len(sums), nbytes)
 
 
 def write_rows(table: MappedFile, record: Record, rows: range, *, fill: Fill) -> Sums:
-    """Write new rows, chunk by chunk, to space that was reserved for them; returns their checksums."""
-    step = max(1, CHUNK // record.nbytes)
-    buffer = torch.empty(min(step, len(rows)), record.nbytes, dtype=torch.uint8, device="cpu")
-    sums = np.zeros(len(rows), np.uint32)
-    for start in range(rows.start, rows.stop, step):
-        stop = min(start + step, rows.stop)
-        records = buffer[: stop - start].zero_()
+    """Write new rows, block by block, to space that was reserved for them; returns their checksums."""
+    sums = [np.empty(0, np.uint32)]
+    for start, stop in row_blocks(rows.start, rows.stop, record.nbytes):
+        records = torch.zeros(stop - start, record.nbytes, dtype=torch.uint8, device="cpu")
         fill(start, stop, records)
         table.write(RECORDS_AT + start * record.nbytes, records.numpy())
-        begin = start - rows.start
-        sums[begin : begin + len(records)] = row_sums(as_records(records.numpy()))
-        if begin // step % FLUSH_EVERY == FLUSH_EVERY - 1:
-            table.flush()
-    return sums
+        sums.append(row_sums(as_records(records.numpy())))
+    return np.concatenate(sums)
 
 
 # ---- checks
@@ -328,29 +287,18 @@ def check_rows(file: MappedFile, rows: NDArray[np.int64], pool: ThreadPoolExecut
         some = fresh[part]
         for start in range(0, len(some), step):
             at = some[start : start + step]
-            _compare(file, at, records[at], sums[at])
+            wrong = at[(sums[at] != 0) & (sums[at] != row_sums(records[at]))]
+            if len(wrong):
+                raise _damaged(file, wrong)
 
     if len(fresh):
         split(pool, compare, len(fresh), n_parts=nbytes * len(fresh) // MEMORY_PART)
         checked[fresh] = True
 
 
-def check_block(file: MappedFile, start: int, records: Records, *, changed: NDArray[np.int64]) -> None:
-    """Check consecutive rows that were read, except for those at positions `changed`."""
-    block = slice(start, start + len(records))
-    if file.sums is None or file.checked is None or file.checked[block].all():
-        return
-    sums = file.sums[block].copy()
-    sums[changed] = 0
-    _compare(file, np.arange(block.start, block.stop), records, sums)
-    file.checked[block] |= sums != 0
-
-
-def _compare(file: MappedFile, rows: NDArray[np.int64], records: Records, sums: Sums) -> None:
-    wrong = np.flatnonzero((sums != 0) & (row_sums(records) != sums))
-    if len(wrong):
-        others = f" and {len(wrong) - 1} near it" if len(wrong) > 1 else ""
-        raise DamagedFileError(
-            f"row {rows[wrong[0]]}{others} in {file.path} is not as it was written: its checksum is wrong; "
-            "restore the file from a copy, or run `flatbed check --forget` to take all rows as they are"
-        )
+def _damaged(file: MappedFile, rows: NDArray[np.int64]) -> DamagedFileError:
+    others = f" and {len(rows) - 1} near it" if len(rows) > 1 else ""
+    return DamagedFileError(
+        f"row {rows[0]}{others} in {file.path} is not as it was written: its checksum is wrong; "
+        "restore the file from a copy, or run `flatbed check --forget` to take all rows as they are"
+    )

@@ -31,7 +31,6 @@ VERSION = 1
 TABLE = b"flatbed-table\r\n\x1a"
 STATE = b"flatbed-state\r\n\x1a"
 JOURNAL = b"flatbed-journal3"
-OLD_JOURNAL = b"flatbed-journal\n"  # sealed by a hash of all records, before rows had checksums
 
 _PREFIX = struct.Struct("<16sII32s")
 
@@ -58,13 +57,10 @@ class State:
     n_rows: int
     generation: int
     meta: dict[str, Any]
+    word: str
+    """Random, new with every checkpoint: tells copies apart that have the same generation."""
     applying: bool = False
     """Records are being copied from the journal; without the journal the table is unusable."""
-    word: str = ""
-    """Random, new with every checkpoint: tells copies apart that have the same generation. Files of earlier
-    versions have none."""
-    has_sums: bool = False
-    """Records are followed by their checksums, which earlier versions did not note here."""
 
 
 def encode(magic: bytes, payload: Mapping[str, Any], room: int) -> bytes:
@@ -155,9 +151,8 @@ def decode_identity(path: Path, page: bytes) -> Identity:
 def state_of(payload: Mapping[str, Any]) -> State:
     """Convert JSON types to a state; raises `DamagedFileError`, also for a wrong description of the table."""
     try:
-        n_rows, generation, meta = (payload[name] for name in ("n_rows", "generation", "meta"))
-        applying, word = payload["applying"], payload.get("word", "")
-        has_sums = payload.get("has_sums", False)
+        names = ("n_rows", "generation", "meta", "word", "applying")
+        n_rows, generation, meta, word, applying = (payload[name] for name in names)
         about, scalars = meta.get("table", {}), meta.get("scalars", {})
         if "init" in about:
             described(about["init"])
@@ -165,7 +160,6 @@ def state_of(payload: Mapping[str, Any]) -> State:
             all(type(count) is int and 0 <= count < 2**63 for count in (n_rows, generation))
             and n_rows > 0
             and isinstance(applying, bool)
-            and isinstance(has_sums, bool)
             and isinstance(word, str)
             and isinstance(about.get("seed", 0), int)
             and isinstance(about.get("padding_idx"), int | None)
@@ -175,7 +169,7 @@ def state_of(payload: Mapping[str, Any]) -> State:
         is_right = False
     if not is_right:
         raise DamagedFileError("its values are wrong")
-    return State(n_rows, generation, meta, applying, word, has_sums)
+    return State(n_rows, generation, meta, word, applying)
 
 
 def encode_state(state: State) -> bytes:

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +21,10 @@ from numpy.typing import NDArray
 from flatbed.cuda.host_memory import available_bytes
 from flatbed.errors import DamagedFileError, FlatbedError
 from flatbed.progress import progress
-from flatbed.tables.files import read_small
-from flatbed.tables.storage.disk.checked_records import (
-    CHUNK,
-    MEMORY_PART,
-    CopyThreads,
-    put,
-    row_sums,
-    split,
-    submit,
-)
+from flatbed.tables.files import NoSpace, read_small
+from flatbed.tables.storage.disk.checked_records import MEMORY_PART, CopyThreads, row_sums, split
 from flatbed.tables.storage.disk.format import (
     JOURNAL,
-    OLD_JOURNAL,
     PAGE,
     RECORDS_AT,
     STATE_AT,
@@ -47,14 +37,13 @@ from flatbed.tables.storage.disk.format import (
     load,
     state_of,
 )
-from flatbed.tables.storage.disk.mapped_file import MappedFile, NoSpace, Records, Sums, anonymous
+from flatbed.tables.storage.disk.mapped_file import MappedFile, Records, Sums, anonymous
 
 ENTRIES_AT = PAGE
 SEALED_ROOM = 2 * RECORDS_AT  # bytes of JSON: a state, and the path of a decision
 DECISION_LIMIT = 1 << 20
-HASHED = 16 << 20  # bytes under one checksum: part of the old format
-SUMMED = 4 << 20  # bytes of records that a thread sums at a time
-MANY_BYTES = 16 << 20  # of records, from which threads and large pages pay off
+LARGE = 16 << 20  # bytes of entries, from which large pages pay off
+CHUNK = 32 << 20  # bytes of records that are copied to the table at a time
 CACHED = 512 << 10  # bytes that stay in a core's cache while they are copied
 MOST_ENTRIES = 2**31 - 2  # the entry map counts them in int32
 
@@ -65,9 +54,9 @@ class Decision:
 
     path: str
     token: str
-    relative: str | None = None
+    relative: str
     """The path from the table's folder, which a copy of table and decision keeps."""
-    before: str | None = None
+    before: str | None
     """Token in the file when the checkpoint was prepared."""
 
     @staticmethod
@@ -82,8 +71,8 @@ class Decision:
 
         The file next to the table comes first. A file that cannot be read is an error.
         """
-        beside = [] if self.relative is None else [Path(os.path.normpath(table.parent / self.relative))]
-        places = [place for place in (*beside, Path(self.path)) if place.parent.is_dir()]
+        beside = Path(os.path.normpath(table.parent / self.relative))
+        places = [place for place in (beside, Path(self.path)) if place.parent.is_dir()]
         if not places:
             raise FlatbedError(
                 f"a checkpoint was being made, and the folder of {self.path}, which says whether it was "
@@ -117,7 +106,7 @@ def _token_in(path: Path) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Sealed:
-    """Contents of a sealed journal besides its entries."""
+    """Contents of a sealed journal."""
 
     table: str
     state: State
@@ -125,31 +114,26 @@ class Sealed:
     """Word of the checkpoint that the rows changed since."""
     decision: Decision | None
     rows: NDArray[np.int64]
+    """Of the entries; -1 for an entry without a row."""
+    records: Records
     sums: Sums
 
 
 class Journal:
     """Changed rows and their records."""
 
-    def __init__(self, path: Path, table: str, *, nbytes: int, mode: int) -> None:
-        self.path, self.table, self.nbytes = path, table, nbytes
+    def __init__(self, path: Path, table: str, *, n_rows: int, nbytes: int, mode: int) -> None:
+        self.path, self.table, self.n_rows, self.nbytes = path, table, n_rows, nbytes
         self._mode = mode  # of the table's file
         self.n_entries = 0
+        self.is_sealed = False  # or was, until `unseal` has completed
         self._n_lost = 0  # entries that no row refers to, after an interruption
         self._capacity = -1
         self._file: MappedFile | None = None
         self._is_named = False  # the file's name is durable
         self._entry_of_row: NDArray[np.int32] | None = None  # counted from 1: 0 is "not changed"
         self._row_of_entry: NDArray[np.int64] = np.empty(0, np.int64)
-        self.sums: Sums = np.empty(0, np.uint32)
-        """Checksums of the records of all entries, when they were sealed."""
-
-    def rows(self) -> NDArray[np.int64]:
-        """Return the changed rows in the order of their entries; -1 for a entry without a row."""
-        rows: NDArray[np.int64] = self._row_of_entry[: self.n_entries].copy()
-        if self._entry_of_row is not None:
-            rows[self._entry_of_row[rows] != np.arange(1, self.n_entries + 1)] = -1
-        return rows
+        self._sums: Sums = np.empty(0, np.uint32)  # of the records of entries; 0: not known
 
     @property
     def records(self) -> Records:
@@ -158,45 +142,55 @@ class Journal:
             return np.empty(0, f"V{self.nbytes}")
         return self._file.rows
 
-    def entries(self, ids: NDArray[np.int64] | slice) -> NDArray[np.int32] | None:
-        """Return the entries of rows, -1 for a row without one; None if no row has changed."""
+    def entries(self, ids: NDArray[np.int64]) -> NDArray[np.int32]:
+        """Return the entries of rows, -1 for a row without one."""
         if self._entry_of_row is None or not self.n_entries:
-            return None
+            return np.full(len(ids), -1, np.int32)
         entries: NDArray[np.int32] = self._entry_of_row[ids] - np.int32(1)
         return entries
 
     def count_missing(self, ids: NDArray[np.int64]) -> int:
         """Count rows without an entry."""
-        entries = self.entries(ids)
-        return len(ids) if entries is None else int((entries < 0).sum())
+        return int((self.entries(ids) < 0).sum())
 
-    def has_room(self, n_others: int, *, n_rows: int) -> bool:
+    def has_room(self, n_others: int) -> bool:
         """True if any `n_others` rows certainly fit. Needs no lock."""
-        return self.n_entries + n_others <= self._capacity or n_rows + self._n_lost <= self._capacity
+        return self.n_entries + n_others <= self._capacity or self.n_rows + self._n_lost <= self._capacity
 
-    def put(self, ids: NDArray[np.int64], records: Records, *, n_rows: int, pool: CopyThreads) -> None:
+    def put(self, ids: NDArray[np.int64], records: Records, pool: CopyThreads) -> None:
         """Replace the records of unique rows; after an error for lack of space, nothing has changed."""
         if self._entry_of_row is None:
-            self._entry_of_row = anonymous(n_rows)
+            self._entry_of_row = anonymous(self.n_rows)
         entries = self._entry_of_row[ids].astype(np.int64) - 1
         fresh = np.flatnonzero(entries < 0)
         after = self.n_entries + len(fresh)
-        self._grow(after, n_rows)
+        self._grow(after)
         entries[fresh] = np.arange(self.n_entries, after)
-        # An interruption between these lines leaves entries that no row refers to; `rows` skips them.
+        # An interruption between these lines leaves entries that no row refers to; `seal` skips them.
         self._n_lost += len(fresh)
         self._row_of_entry[self.n_entries : after] = ids[fresh]
         self.n_entries = after
-        assert self._file is not None
-        put(self._file, entries, records=records, pool=pool)
+        self._copy(entries, records, pool)
         self._entry_of_row[ids[fresh]] = entries[fresh] + 1
         self._n_lost -= len(fresh)
 
-    def make_room(self, ids: NDArray[np.int64], *, also: int, n_rows: int) -> None:
-        """Reserve space for the records of these rows, and of `also` others without a entry."""
-        self._grow(self.n_entries + self.count_missing(ids) + also, n_rows)
+    def _copy(self, entries: NDArray[np.int64], records: Records, pool: CopyThreads) -> None:
+        """Write records, and compute their checksums while they are in a core's cache."""
+        file = self._file
+        assert file is not None
+        self._sums[entries] = 0  # until they are known: the copy may be interrupted
 
-    def _grow(self, needed: int, n_rows: int) -> None:
+        def copy(part: slice) -> None:
+            file.scatter(entries[part], records[part])
+            self._sums[entries[part]] = row_sums(records[part])
+
+        split(pool, copy, len(entries), n_parts=records.nbytes // MEMORY_PART)
+
+    def make_room(self, ids: NDArray[np.int64], *, also: int) -> None:
+        """Reserve space for the records of these rows, and of `also` others without an entry."""
+        self._grow(self.n_entries + self.count_missing(ids) + also)
+
+    def _grow(self, needed: int) -> None:
         """Reserve space for `needed` entries and their seal; for twice the present number where it fits."""
         if needed <= self._capacity:
             return
@@ -204,59 +198,67 @@ class Journal:
             raise FlatbedError(f"{needed} rows changed since the last checkpoint; make one before going on")
         if self._file is None:
             self._file, self._is_named = MappedFile(self.path, create=True, mode=self._mode), False
-        file = self._file
-        capacity = max(needed, min(max(2 * self._capacity, (1 << 20) // self.nbytes), n_rows, MOST_ENTRIES))
+        file, twice = self._file, max(2 * self._capacity, (1 << 20) // self.nbytes)
+        capacity = max(needed, min(twice, self.n_rows, MOST_ENTRIES))
         try:
             file.reserve(self._size(capacity))
         except NoSpace:
             capacity = needed
             file.reserve(self._size(capacity))
-        rows = np.empty(capacity, np.int64)
+        rows, sums = np.empty(capacity, np.int64), np.zeros(capacity, np.uint32)
         rows[: self.n_entries] = self._row_of_entry[: self.n_entries]
+        sums[: self.n_entries] = self._sums[: self.n_entries]
         # Entries fill the file in order. In pages of 2 MB, writing and syncing them takes half the time.
-        large = MANY_BYTES <= capacity * self.nbytes <= available_bytes() // 4
+        large = LARGE <= capacity * self.nbytes <= available_bytes() // 4
         file.map(ENTRIES_AT, self.nbytes, count=capacity, large_pages=large)
-        self._row_of_entry, self._capacity = rows, capacity
+        self._row_of_entry, self._sums, self._capacity = rows, sums, capacity
 
     def _size(self, n_entries: int) -> int:
         return index_at(n_entries, self.nbytes) + 8 * n_entries + SEALED_ROOM
 
-    def seal(self, state: State, decision: Decision | None, *, base: str, n_rows: int) -> None:
+    def seal(self, state: State, decision: Decision | None, *, base: str) -> Sealed:
         """Make all entries, durably, the checkpoint `state`, which follows the one with the word `base`."""
         encode_state(state)  # raises if it will not fit into the table's header
-        self._grow(self.n_entries, n_rows)
+        self._grow(self.n_entries)
         file = self._file
         assert file is not None
         file.check_name()
-        about = dump(
-            {
-                "state": asdict(state),
-                "base": base,
-                "decision": decision and decision.path,
-                "token": decision and decision.token,
-                "relative": decision and decision.relative,
-                "before": decision and decision.before,
-            }
-        )
+        path, token, relative, before = (None,) * 4 if decision is None else astuple(decision)
+        names = {"decision": path, "token": token, "relative": relative, "before": before}
+        about = dump({"state": asdict(state), "base": base, **names})
         if len(about) > SEALED_ROOM:
             raise ValueError(f"the path of a decision is too long: {len(about)} bytes in the journal")
-        at = index_at(self.n_entries, self.nbytes)
-        end = at + 8 * self.n_entries + len(about)
         if not self._is_named:  # otherwise a sealed journal might have no name after a loss of power
             MappedFile.sync_folder(self.path.parent)
             self._is_named = True
-        file.write(at, self.rows())
-        file.write(end - len(about), about)
-        self.sums, found = digest(file, self.records[: self.n_entries], end=end, sync=True)
+        rows, sums = self._rows(), self._known_sums()
+        rest = rows.tobytes() + about
+        file.write(index_at(self.n_entries, self.nbytes), rest)
         seal = {
             "table": self.table,
             "nbytes": self.nbytes,
             "n_slots": self.n_entries,
             "sealed": len(about),
-            "digest": found,
+            "digest": _digest(sums, rest),
         }
+        self.is_sealed = True
         file.write(0, encode(JOURNAL, seal, PAGE).ljust(PAGE, b"\0"))
         file.sync()
+        return Sealed(self.table, state, base, decision, rows, self.records, sums)
+
+    def _rows(self) -> NDArray[np.int64]:
+        """Return the changed rows in the order of their entries; -1 for an entry without a row."""
+        rows: NDArray[np.int64] = self._row_of_entry[: self.n_entries].copy()
+        if self._entry_of_row is not None:
+            rows[self._entry_of_row[rows] != np.arange(1, self.n_entries + 1)] = -1
+        return rows
+
+    def _known_sums(self) -> Sums:
+        """Return the checksums of all entries, also of those whose copy was interrupted."""
+        sums = self._sums[: self.n_entries]
+        unknown = np.flatnonzero(sums == 0)
+        sums[unknown] = row_sums(self.records[unknown])
+        return sums
 
     def unseal(self, *, durably: bool) -> None:
         """Remove the seal.
@@ -264,24 +266,27 @@ class Journal:
         A seal that reappears after a loss of power is harmless once its records are in the table. Either its
         entries are unchanged, and are copied again, or they are not, and its checksum is wrong.
         """
-        if self._file is not None and self._capacity >= 0:
+        if self.is_sealed:
+            assert self._file is not None
             self._file.write(0, bytes(PAGE))
             if durably:
                 self._file.sync()
+            self.is_sealed = False
 
-    def clear(self, *, same_rows: bool = True) -> None:
-        """Forget all changed rows; the file keeps its space for the next ones."""
-        entries = self._entry_of_row if same_rows else None
-        if entries is not None:
-            entries[self._row_of_entry[: self.n_entries]] = 0
-        self._entry_of_row, self.n_entries, self._n_lost = entries, 0, 0
+    def clear(self, n_rows: int) -> None:
+        """Forget all changed rows of a table that has so many now; the file keeps its space."""
+        if self._entry_of_row is not None and n_rows == self.n_rows:
+            self._entry_of_row[self._row_of_entry[: self.n_entries]] = 0
+        else:
+            self._entry_of_row = None
+        self.n_rows, self.n_entries, self._n_lost = n_rows, 0, 0
 
     def close(self, *, remove: bool) -> None:
-        """Release memory and file; a sealed journal must not be removed."""
+        """Release memory and file. A sealed journal is not removed."""
         file, self._file, self._entry_of_row, self.n_entries = self._file, None, None, 0
         if file is not None:
             file.close()
-            if remove:
+            if remove and not self.is_sealed:
                 with suppress(FlatbedError):  # without a seal, recovery drops it
                     MappedFile.remove(self.path)
 
@@ -291,50 +296,22 @@ def index_at(n_entries: int, nbytes: int) -> int:
     return -(-(ENTRIES_AT + n_entries * nbytes) // PAGE) * PAGE
 
 
-def digest(file: MappedFile, records: Records, *, end: int, sync: bool = False) -> tuple[Sums, str]:
-    """Return the checksums of records, and a hash of them and of what follows the records in the file.
-
-    With `sync`, many records become durable meanwhile: their checksums take as long as a fast disk.
-    """
-    sums = np.empty(len(records), np.uint32)
-    if records.nbytes < MANY_BYTES:
-        sums[:] = row_sums(records)
-    else:
-        step = max(1, SUMMED // records.dtype.itemsize)
-
-        def add(start: int) -> None:
-            sums[start : start + step] = row_sums(records[start : start + step])
-
-        with ThreadPoolExecutor(max(1, min(8, (os.cpu_count() or 1) // 2))) as pool:
-            if sync:
-                file.release()
-            # From the end: the kernel writes pages, and locks them, from the beginning.
-            parts = [submit(pool, add, start) for start in range(0, len(records), step)[::-1]]
-            if sync:
-                file.sync()
-            for part in parts:
-                part.result()
-    with file.part(index_at(len(records), records.dtype.itemsize), end) as rest:
-        return sums, hashlib.sha256(sums.tobytes() + rest).hexdigest()
-
-
-def _old_digest(file: MappedFile, start: int, stop: int) -> str:
-    """Hash mapped bytes: the checksum of the checksums of their chunks."""
-    chunks = [file.part(at, min(at + HASHED, stop)) for at in range(start, stop, HASHED)]
-    return hashlib.sha256(b"".join(hashlib.sha256(chunk).digest() for chunk in chunks)).hexdigest()
+def _digest(sums: Sums, rest: bytes) -> str:
+    """Hash the checksums of all entries, and what follows the entries in the file."""
+    return hashlib.sha256(sums.tobytes() + rest).hexdigest()
 
 
 def read_sealed(file: MappedFile) -> Sealed | None:
     """Read a journal and map its entries; None without a complete seal."""
     page = np.zeros(PAGE, np.uint8)
     file.read(0, page)
-    if not page[: len(JOURNAL)].any():
-        return None
     magic = page[: len(JOURNAL)].tobytes()
-    if magic not in (JOURNAL, OLD_JOURNAL):
+    if not any(magic):
+        return None
+    if magic != JOURNAL:
         raise FlatbedError(f"{file.path} is no journal of a table, but has the name of one; move it away")
     try:
-        return _sealed(file, decode(magic, page.tobytes()), is_old=magic == OLD_JOURNAL)
+        return _sealed(file, decode(magic, page.tobytes()))
     except OtherVersion as error:
         raise FlatbedError(
             f"cannot use {file.path}: {error}; open the table with that flatbed once"
@@ -343,30 +320,31 @@ def read_sealed(file: MappedFile) -> Sealed | None:
         return None
 
 
-def _sealed(file: MappedFile, seal: dict[str, Any], *, is_old: bool) -> Sealed:
+def _sealed(file: MappedFile, seal: dict[str, Any]) -> Sealed:
     n_entries, nbytes, length = (int(seal[name]) for name in ("n_slots", "nbytes", "sealed"))
-    at = index_at(n_entries, nbytes)
-    end = at + 8 * n_entries + length
-    if min(n_entries, nbytes - 1, length) < 0 or end > file.size:
+    at, n_bytes = index_at(n_entries, nbytes), 8 * n_entries + length
+    if min(n_entries, nbytes - 1, length) < 0 or at + n_bytes > file.size:
         raise DamagedFileError("it is shorter than its seal says")
-    sums, found = digest(file, file.map(ENTRIES_AT, nbytes, count=n_entries), end=end)
-    if (_old_digest(file, ENTRIES_AT, end) if is_old else found) != seal["digest"]:
+    rest = np.empty(n_bytes, np.uint8)
+    file.read(at, rest)
+    records = file.map(ENTRIES_AT, nbytes, count=n_entries)
+    sums = row_sums(records)
+    if _digest(sums, rest.tobytes()) != seal["digest"]:
         raise DamagedFileError("its checksum is wrong")
-    rows = np.empty(n_entries, np.int64)
-    text = np.empty(length, np.uint8)
-    file.read(at, rows)
-    file.read(end - length, text)
-    sealed = load(text.tobytes())
-    parts: list[Any] = [sealed.get(name) for name in ("decision", "token", "relative", "before")]
-    if not all(isinstance(part, str | None) for part in parts):
+    rows, sealed = rest[: 8 * n_entries].view(np.int64), load(rest[8 * n_entries :].tobytes())
+    parts: list[Any] = [sealed[name] for name in ("decision", "token", "relative", "before")]
+    is_whole = all(isinstance(part, str) for part in parts[:3]) and isinstance(parts[3], str | None)
+    if parts[0] is not None and not is_whole:
         raise DamagedFileError("its decision is no string")
-    decision = None if parts[0] is None else Decision(*parts)
-    base = str(sealed.get("base", ""))  # journals of earlier versions have none
-    return Sealed(str(seal["table"]), state_of(sealed["state"]), base, decision, rows, sums)
+    decision, state = None if parts[0] is None else Decision(*parts), state_of(sealed["state"])
+    if len(rows) and (rows.min() < -1 or rows.max() >= state.n_rows):
+        raise DamagedFileError("its rows are out of range")
+    return Sealed(str(seal["table"]), state, str(sealed["base"]), decision, rows, records, sums)
 
 
-def apply(table: MappedFile, records: Records, *, rows: NDArray[np.int64], sums: Sums, state: State) -> None:
-    """Copy sealed records, their checksums and `state` to the table. Repeat it after an interruption."""
+def apply(table: MappedFile, sealed: Sealed) -> None:
+    """Copy sealed records, their checksums and the state to the table. Repeat it after an interruption."""
+    rows, records, state = sealed.rows, sealed.records, sealed.state
     # Written before the first record changes. Otherwise, without its decision or journal, a half-changed
     # table would look like the checkpoint before.
     table.write(STATE_AT, encode_state(replace(state, applying=True)))
@@ -386,8 +364,7 @@ def apply(table: MappedFile, records: Records, *, rows: NDArray[np.int64], sums:
         for start in range(0, len(order), step):
             some = order[start : start + step]
             split(pool, copy, len(some), n_parts=len(some) * records.dtype.itemsize // MEMORY_PART)
-            if table.sums is not None:
-                table.scatter_sums(rows[some], sums[some])
+            table.scatter_sums(rows[some], sealed.sums[some])
             advance(len(some))
     table.write(STATE_AT, encode_state(state))
     table.sync()

@@ -5,13 +5,10 @@ Every change of a file or a folder goes through `MappedFile`, so that a test can
 
 from __future__ import annotations
 
-import errno
 import mmap
 import os
-import shutil
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -20,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flatbed.errors import FlatbedError
-from flatbed.tables.files import FULL
+from flatbed.tables.files import check_space, file_errors, lock, opened, sync, sync_folder, write_at
 
 Records = NDArray[np.void]
 """One element per record."""
@@ -29,23 +26,6 @@ Sums = NDArray[np.uint32]
 """One checksum per record."""
 
 RESERVED_AT_ONCE = 1 << 30  # bytes: some file systems write zeros, and answer no Control-C meanwhile
-
-
-class NoSpace(FlatbedError):
-    """The disk is full, or a quota or limit is reached."""
-
-
-class NotSynced(FlatbedError):
-    """A sync failed: the content of the disk is not known."""
-
-
-@contextmanager
-def reporting(path: Path, doing: str) -> Iterator[None]:
-    """Turn an `OSError` into a `FlatbedError` that names the file."""
-    try:
-        yield
-    except OSError as error:
-        raise FlatbedError(f"{doing} {path} failed: {error.strerror or error}") from error
 
 
 class MappedFile:
@@ -66,7 +46,9 @@ class MappedFile:
         self._mapping: mmap.mmap | None = None
         self._is_solid = False  # `fill_holes` was called
         self._descriptor = -1
-        self._descriptor = _opened(path, create=create, read_only=read_only)
+        flags = (os.O_RDONLY if read_only else os.O_RDWR) | (os.O_CREAT | os.O_EXCL if create else 0)
+        with file_errors(path, doing="opening"):
+            self._descriptor = opened(path, flags | os.O_NOFOLLOW)
         if mode is not None:
             os.fchmod(self._descriptor, mode)
 
@@ -101,7 +83,7 @@ class MappedFile:
         sums_at: int | None = None,
     ) -> Records:
         """Map `count` records of `nbytes`, and their checksums, instead of an earlier mapping."""
-        with reporting(self.path, "mapping"):
+        with file_errors(self.path, doing="mapping"):
             mapping = mmap.mmap(self._descriptor, self.size, access=self._access)
         if random and hasattr(mmap, "MADV_RANDOM"):
             mapping.madvise(mmap.MADV_RANDOM)
@@ -117,15 +99,10 @@ class MappedFile:
             self.sums, self.sums_offset = np.frombuffer(mapping, np.uint32, count, sums_at), sums_at
         return self.rows
 
-    def part(self, start: int, stop: int) -> memoryview:
-        """Return bytes of the mapping without a copy."""
-        assert self._mapping is not None
-        return memoryview(self._mapping)[start:stop]
-
     def read(self, offset: int, into: NDArray[Any]) -> int:
         """Fill an array from the file; returns the number of bytes read."""
         view, done = memoryview(into.reshape(-1).view(np.uint8).data), 0
-        with reporting(self.path, "reading"):
+        with file_errors(self.path, doing="reading"):
             while done < len(view):
                 got = os.preadv(self._descriptor, [view[done:]], offset + done)
                 if not got:
@@ -136,10 +113,8 @@ class MappedFile:
     def write(self, offset: int, data: bytes | NDArray[Any]) -> None:
         """Replace bytes of the file by those of a contiguous array."""
         view = memoryview(data if isinstance(data, bytes) else data.reshape(-1).view(np.uint8).data)
-        done = 0
-        with reporting(self.path, "writing"):
-            while done < len(view):
-                done += os.pwrite(self._descriptor, view[done:], offset + done)
+        with file_errors(self.path, len(view)):
+            write_at(self._descriptor, offset, view)
 
     def scatter(self, at: NDArray[np.int64], records: Records) -> None:
         """Replace mapped records at positions in range."""
@@ -150,12 +125,6 @@ class MappedFile:
         """Replace mapped checksums at positions in range."""
         assert self.sums is not None
         self.sums[at] = sums
-
-    def release(self) -> None:
-        """Leave changed pages to the page cache; otherwise `sync` interrupts the threads for each of them."""
-        if self._mapping is not None and hasattr(mmap, "MADV_DONTNEED"):
-            with suppress(OSError):  # locked memory
-                self._mapping.madvise(mmap.MADV_DONTNEED)  # of a shared mapping: nothing is lost
 
     def reserve(self, size: int) -> None:
         """Extend the file to `size` with disk space for every byte; after an error it is as before."""
@@ -178,34 +147,18 @@ class MappedFile:
 
     def _allocate(self, start: int, stop: int, *, needed: int) -> None:
         """Reserve disk space for a part of the file that takes so many bytes more."""
-        free = shutil.disk_usage(self.path.parent).free
-        try:
-            if needed > free:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        check_space(self.path, needed)
+        with file_errors(self.path, needed):
             for at in range(start, stop, RESERVED_AT_ONCE):
                 os.posix_fallocate(self._descriptor, at, min(RESERVED_AT_ONCE, stop - at))
-        except OSError as error:
-            if error.errno not in FULL:
-                raise FlatbedError(
-                    f"reserving {needed:,} bytes for {self.path} failed: {error.strerror}"
-                ) from error
-            raise NoSpace(
-                f"{self.path} needs {needed:,} bytes more, and its disk has {free:,} bytes free "
-                f"({error.strerror}); free some space, or use another disk"
-            ) from error
 
     def truncate(self, size: int) -> None:
-        with reporting(self.path, "truncating"):
+        with file_errors(self.path, doing="truncating"):
             os.ftruncate(self._descriptor, size)
-
-    def flush(self) -> None:
-        """Let the system write what it holds, so that a later `sync` is short."""
-        with reporting(self.path, "writing"):
-            os.fdatasync(self._descriptor)
 
     def sync(self) -> None:
         """Make everything written durable, also through the mapping."""
-        _sync(self._descriptor, self.path)
+        sync(self._descriptor, self.path)
 
     def close(self) -> None:
         self._unmap()
@@ -223,30 +176,15 @@ class MappedFile:
 
     @staticmethod
     def rename(source: Path, target: Path) -> None:
-        with reporting(target, "replacing"):
+        with file_errors(target, doing="replacing"):
             os.replace(source, target)
 
     @staticmethod
     def remove(path: Path) -> None:
-        with reporting(path, "removing"):
+        with file_errors(path, doing="removing"):
             path.unlink(missing_ok=True)
 
-    @staticmethod
-    def sync_folder(folder: Path) -> None:
-        """Make names that were added or removed in a folder durable."""
-        with reporting(folder, "opening"):
-            descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            _sync(descriptor, folder)
-        finally:
-            os.close(descriptor)
-
-
-def _sync(descriptor: int, path: Path) -> None:
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        raise NotSynced(f"syncing {path} failed: {error.strerror}; check its disk") from error
+    sync_folder = staticmethod(sync_folder)
 
 
 def anonymous(count: int) -> NDArray[np.int32]:
@@ -255,39 +193,23 @@ def anonymous(count: int) -> NDArray[np.int32]:
     return np.frombuffer(mmap.mmap(-1, max(4 * count, 1), flags=flags), np.int32, count)
 
 
-def _opened(path: Path, *, create: bool, read_only: bool = False) -> int:
-    """Open a regular file, never through a symbolic link; with `create`, it must be new."""
-    flags = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | (os.O_RDONLY if read_only else os.O_RDWR)
-    with reporting(path, "opening"):
-        descriptor = os.open(path, flags | (os.O_CREAT | os.O_EXCL if create else 0), 0o666)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise FlatbedError(f"{path} is no regular file; name one, or a path where there is none yet")
-    return descriptor
-
-
-def lock(path: Path, *, create: bool = False) -> FileIO:
+def lock_table(path: Path) -> FileIO:
     """Lock a file for one storage of one process, until the returned file is closed or collected.
 
-    With `create`, the file must be new. The returned one serves the lock alone: a mapping would keep the lock
-    of its own descriptor.
+    The returned file serves the lock alone: a mapping would keep the lock of its own descriptor.
     """
+    with file_errors(path, doing="opening"):
+        file = FileIO(opened(path, os.O_RDWR | os.O_NOFOLLOW), "r+")
     try:
-        import fcntl
-    except ImportError:
-        raise FlatbedError("tables on disk need file locks as Linux has them; use storage='host'") from None
-    file = FileIO(_opened(path, create=create), "r+")
-    try:
-        with reporting(path, "locking"):
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise FlatbedError(
-                    f"{path} is open already, in this process or in another one; a table on disk has one "
-                    "user at a time: close it there first"
-                ) from None
-            is_same = os.path.samestat(os.fstat(file.fileno()), path.stat())
-        if not is_same:
+        is_locked = lock(file, wait=False)
+        if is_locked is None:
+            raise FlatbedError(f"tables on disk need file locks, which {path} has not: use storage='host'")
+        if not is_locked:
+            raise FlatbedError(
+                f"{path} is open already, in this process or in another one; a table on disk has one "
+                "user at a time: close it there first"
+            )
+        if not path.exists() or not os.path.samestat(os.fstat(file.fileno()), path.stat()):
             raise FlatbedError(f"{path} was replaced while it was being opened; try again")
     except BaseException:
         file.close()

@@ -5,7 +5,6 @@ Opening recovers the last completed checkpoint.
 
 from __future__ import annotations
 
-import atexit
 import os
 import secrets
 import signal
@@ -16,8 +15,6 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
-from dataclasses import replace
-from functools import lru_cache
 from io import FileIO
 from pathlib import Path
 from typing import TypeAlias
@@ -25,8 +22,10 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from flatbed.cuda.streams import OrderedLock
 from flatbed.errors import DamagedFileError, FlatbedError
 from flatbed.progress import note
+from flatbed.tables.files import check_folder, file_errors, new_draft
 from flatbed.tables.record import Record
 from flatbed.tables.storage.base import Fill
 from flatbed.tables.storage.disk.checked_records import (
@@ -39,7 +38,6 @@ from flatbed.tables.storage.disk.checked_records import (
 )
 from flatbed.tables.storage.disk.format import (
     STATE_AT,
-    TABLE,
     Identity,
     State,
     encode_identity,
@@ -47,7 +45,7 @@ from flatbed.tables.storage.disk.format import (
     read_header,
 )
 from flatbed.tables.storage.disk.journal import Journal, Sealed, apply, read_sealed
-from flatbed.tables.storage.disk.mapped_file import MappedFile, lock
+from flatbed.tables.storage.disk.mapped_file import MappedFile, lock_table
 
 # ---- recovery
 
@@ -80,11 +78,9 @@ def recover(table: MappedFile, token: str | None = None, *, forget: bool = False
             is_wanted = False if sealed is None else _wanted(path, identity, state, sealed, token)
             is_foreign = is_wanted is None
             if sealed is not None and is_wanted:
-                _check_rows(journal, identity, sealed=sealed, file=file)
                 _map_table(table, identity, sealed.state, forget=forget)
                 table.fill_holes()
-                assert file.rows is not None
-                apply(table, file.rows, rows=sealed.rows, sums=sealed.sums, state=sealed.state)
+                apply(table, sealed)
                 state = sealed.state
     if state is None:
         raise DamagedFileError(
@@ -138,9 +134,9 @@ def _wanted(
 
     A journal of another table, or of another time, is an error.
     """
-    if sealed.table != identity.table:
-        if sealed.table == identity.replaces:
-            return False
+    if sealed.table == identity.replaces:
+        return False
+    if (sealed.table, sealed.records.itemsize) != (identity.table, identity.record.nbytes):
         raise FlatbedError(f"{journal_of(path)} belongs to another table than {path}; move one of them away")
     new = sealed.state
     if state is None:
@@ -152,30 +148,20 @@ def _wanted(
         decision = sealed.decision
         return decision is None or decision.token == token or decision.outcome(path)
     raise FlatbedError(
-        f"{path} is at checkpoint {state.generation} ({state.word or 'unnamed'}), but {journal_of(path)} "
-        f"holds checkpoint {new.generation} ({new.word or 'unnamed'}) after {sealed.base or 'an unnamed one'}"
-        ": they were copied at different times; restore both from one copy, or remove the journal"
+        f"{path} is at checkpoint {state.generation} ({state.word}), but {journal_of(path)} holds checkpoint "
+        f"{new.generation} ({new.word}) after {sealed.base}: they were copied at different times; restore "
+        "both from one copy, or remove the journal"
     )
-
-
-def _check_rows(journal: Path, identity: Identity, *, sealed: Sealed, file: MappedFile) -> None:
-    rows, n_rows = sealed.rows, sealed.state.n_rows
-    if file.rows is None or file.rows.dtype.itemsize != identity.record.nbytes:
-        raise DamagedFileError(
-            f"{journal} holds records of another size than its table; restore both from a copy"
-        )
-    if len(rows) and (rows.min() < -1 or rows.max() >= n_rows):
-        raise DamagedFileError(f"{journal} holds rows beyond the table's {n_rows}; restore both from a copy")
 
 
 def _map_table(table: MappedFile, identity: Identity, state: State, *, forget: bool) -> None:
     n_rows, nbytes = state.n_rows, identity.record.nbytes
-    longest = file_size(n_rows, nbytes)
-    if forget and table.size >= longest:
+    expected = file_size(n_rows, nbytes)
+    if forget and table.size >= expected:
         write_sums(table, nbytes, np.zeros(n_rows, np.uint32))
-    if table.size > longest:  # space of rows that an interrupted resize has added
-        table.truncate(longest + (not has_sums(table, n_rows, nbytes)))
-    map_records(table, n_rows, nbytes, needs_sums=state.has_sums)
+    if table.size > expected and has_sums(table, n_rows, nbytes):
+        table.truncate(expected)  # space of rows that a `resize` was about to add
+    map_records(table, n_rows, nbytes)
 
 
 # ---- open files
@@ -186,32 +172,22 @@ class OpenFiles:
 
     def __init__(self, held: FileIO, table: MappedFile, journal: Journal) -> None:
         self.table, self.journal = table, journal
-        self.keep_journal = False
+        self.lock = OrderedLock("file")
         self.cached_changes: Callable[[], NDArray[np.int64]] = lambda: np.empty(0, np.int64)
         """Returns changed rows in a cache, of which the journal may have some."""
         self.pool = CopyThreads()
         self.writer = ThreadPoolExecutor(1, thread_name_prefix="flatbed-disk-writer")
         self._held: FileIO | None = held
-        self._process = os.getpid()
         self._has_told = False
         _ALL.add(self)
 
-    def is_own_process(self) -> bool:
-        """True if this is the process that opened the table."""
-        return self._process == os.getpid()
-
     @property
     def is_open(self) -> bool:
-        """True until `close`."""
+        """True until `close`, which a forked process calls as it begins."""
         return self._held is not None
 
     def check(self) -> None:
-        """Raise if the table is closed, or if this is a forked process."""
-        if not self.is_own_process():
-            raise FlatbedError(
-                f"{self.table.path} was opened by process {self._process}, and a forked process must not use "
-                "it; look rows up in the process that opened the table"
-            )
+        """Raise if the table is closed."""
         if not self.is_open:
             raise FlatbedError(f"{self.table.path} is closed; open it again")
 
@@ -220,50 +196,43 @@ class OpenFiles:
         cached = self.cached_changes()  # first: it waits for the writer
         return self.journal.n_entries + self.journal.count_missing(cached)
 
-    def close(self) -> None:
+    def close(self, *, is_forked: bool = False) -> None:
         """Close everything; a second call does nothing. A forked process closes its descriptors alone."""
         if self._held is None:
             return
-        is_own = self.is_own_process()
         held, self._held = self._held, None
         try:  # at once: an interruption in between would keep the lock
-            if is_own:
+            if not is_forked:
                 self.pool.shutdown(wait=False)
                 self.writer.shutdown(wait=False)
-            self.journal.close(remove=is_own and not self.keep_journal)
+            self.journal.close(remove=not is_forked)
             self.table.close()
         finally:
             held.close()
 
     def close_forgotten(self) -> None:
-        """Close a table that was garbage collected without `close`."""
+        """Close a table at exit, or one that was garbage collected without `close`."""
         try:
-            self.tell_unsaved("with the table, which was garbage collected")
+            self.tell_unsaved()
         finally:
             self.close()
 
-    def tell_unsaved(self, when: str) -> None:
+    def tell_unsaved(self) -> None:
         """Tell, once, that changed rows are about to be lost."""
-        if self._has_told or not self.is_open or not self.is_own_process() or self.keep_journal:
+        if self._has_told or not self.is_open or self.journal.is_sealed:
             return
         self._has_told = True
         n_rows = self.n_unsaved()
         if n_rows:
             note(
-                f"{n_rows} rows of {self.table.path} changed since its last checkpoint and are dropped "
-                f"{when}: call table.close(), table.checkpoint() or flatbed.save_checkpoint first, or "
+                f"{n_rows} rows of {self.table.path} changed since its last checkpoint and are dropped: call "
+                f"table.close(), table.checkpoint() or flatbed.save_checkpoint first, or "
                 f"table.close(discard=True)"
             )
 
 
 _ALL: weakref.WeakSet[OpenFiles] = weakref.WeakSet()
 SECONDS_TO_TELL = 5.0  # at SIGTERM; a writer that takes longer is not waited for
-
-
-@lru_cache(maxsize=1)
-def tell_at_exit() -> None:
-    """Tell of unsaved rows at exit, before weakref's handler finalizes tables."""
-    atexit.register(_tell_all, "at exit")
 
 
 def tell_at_sigterm() -> None:
@@ -280,7 +249,7 @@ def tell_at_sigterm() -> None:
 def _terminate(number: int, _: object) -> None:
     """Tell of unsaved rows, and end the process as SIGTERM does by default."""
     # In a thread: this one may hold a lock that the writer of a table waits for.
-    thread = threading.Thread(target=_tell_all, args=("at SIGTERM",), daemon=True)
+    thread = threading.Thread(target=_tell_all, daemon=True)
     thread.start()
     thread.join(SECONDS_TO_TELL)
     if signal.getsignal(number) is _terminate:  # otherwise another handler, which called this one, decides
@@ -288,9 +257,9 @@ def _terminate(number: int, _: object) -> None:
         os.kill(os.getpid(), number)
 
 
-def _tell_all(when: str) -> None:
+def _tell_all() -> None:
     for files in list(_ALL):
-        files.tell_unsaved(when)
+        files.tell_unsaved()
 
 
 def _close_all_after_fork() -> None:
@@ -298,7 +267,8 @@ def _close_all_after_fork() -> None:
     if signal.getsignal(signal.SIGTERM) is _terminate:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     for files in list(_ALL):
-        files.close()
+        files.lock = OrderedLock("file")  # another thread may hold it, and is not in this process
+        files.close(is_forked=True)
 
 
 if hasattr(os, "register_at_fork"):
@@ -315,11 +285,11 @@ def open_files(path: Path, token: str | None = None, *, forget: bool = False) ->
     if not path.exists():
         raise FlatbedError(f"there is no table at {path}; check the path, or create one")
     with ExitStack() as undo:
-        held = undo.enter_context(lock(path))
+        held = undo.enter_context(lock_table(path))
         table = MappedFile(path)
         undo.callback(table.close)
         identity, state = recover(table, token, forget=forget)
-        journal = _journal(table, identity)
+        journal = _journal(table, identity, state)
         undo.pop_all()
     return OpenFiles(held, table, journal), identity, state
 
@@ -329,9 +299,9 @@ def forget_sums(path: Path) -> None:
     open_files(path, forget=True)[0].close()
 
 
-def _journal(table: MappedFile, identity: Identity) -> Journal:
-    nbytes = identity.record.nbytes
-    return Journal(journal_of(table.path), identity.table, nbytes=nbytes, mode=table.mode)
+def _journal(table: MappedFile, identity: Identity, state: State) -> Journal:
+    path, nbytes = journal_of(table.path), identity.record.nbytes
+    return Journal(path, identity.table, n_rows=state.n_rows, nbytes=nbytes, mode=table.mode)
 
 
 class Draft:
@@ -344,18 +314,19 @@ class Draft:
         self._is_replacing = replaces is not None
         if not self._is_replacing and path.exists():
             raise _exists(path)
-        self.path, self.state = path, replace(state, has_sums=True)
+        check_folder(path)
+        self.path, self.state = path, state
         self.identity = Identity(secrets.token_hex(16), record, replaces)
-        first, second = encode_identity(self.identity), encode_state(self.state)
-        draft = path.with_name(path.name + ".new")
+        first, second = encode_identity(self.identity), encode_state(state)
         mode = stat.S_IMODE(path.stat().st_mode) if self._is_replacing else None
         with ExitStack() as undo:
-            _remove_leftover(draft)
-            self._held = undo.enter_context(lock(draft, create=True))
+            with file_errors(path):
+                draft, descriptor = new_draft(path)
+            self._held = undo.enter_context(FileIO(descriptor, "r+"))
             undo.callback(MappedFile.remove, draft)
             self._table = table = MappedFile(draft, mode=mode)
             undo.callback(table.close)
-            table.write(0, first)  # the mark by which `_remove_leftover` knows it
+            table.write(0, first)
             table.reserve(file_size(state.n_rows, record.nbytes))
             table.write(STATE_AT, second)
             sums = write_rows(table, record, range(state.n_rows), fill=fill)
@@ -382,7 +353,7 @@ class Draft:
             table.path = self.path
             MappedFile.sync_folder(self.path.parent)
             undo.pop_all()
-        files = OpenFiles(self._held, table, _journal(table, self.identity))
+        files = OpenFiles(self._held, table, _journal(table, self.identity, self.state))
         return files, self.identity, self.state
 
 
@@ -400,14 +371,3 @@ def _remove_stale_journal(journal: Path) -> None:
             read_sealed(file)
         MappedFile.remove(journal)
         MappedFile.sync_folder(journal.parent)
-
-
-def _remove_leftover(draft: Path) -> None:
-    """Remove the draft of a killed process; any other file of that name is an error."""
-    if not os.path.lexists(draft):
-        return
-    with lock(draft) as file:
-        found = file.read(len(TABLE))
-    if found not in (b"", TABLE):
-        raise FlatbedError(f"{draft} is no draft of a table, but has the name of one: move it away")
-    MappedFile.remove(draft)

@@ -110,7 +110,7 @@ class ReadOnlyStorage:
             return None
         is_first = self._version is None and not self._is_closed
         n_rows = state.n_rows if is_first else self.n_rows
-        rows = map_records(file, state.n_rows, nbytes, needs_sums=state.has_sums)[:n_rows]
+        rows = map_records(file, state.n_rows, nbytes)[:n_rows]
         if state.n_rows < n_rows or (not is_first and record != self.record):
             raise FlatbedError(f"{self.path} was replaced by another table; load it again")
         return OpenVersion(file, rows, record, state, stamp, changed)
@@ -126,10 +126,10 @@ class ReadOnlyStorage:
         with closing(file):
             sealed = read_sealed(file)
             is_ours = sealed is not None and (sealed.table, sealed.state.word) == (table, state.word)
-            if sealed is None or not is_ours or file.rows is None or file.rows.dtype.itemsize != nbytes:
+            if sealed is None or not is_ours or sealed.records.itemsize != nbytes:
                 return None
             order = np.argsort(sealed.rows, kind="stable")
-            return sealed.rows[order], file.rows[order]
+            return sealed.rows[order], sealed.records[order]
 
     def _stamp_of(self, file: MappedFile) -> Stamp:
         beginning = np.zeros(STAMP, np.uint8)
@@ -147,7 +147,7 @@ class ReadOnlyStorage:
         out = np.empty((len(rows), self.record.nbytes if nbytes is None else nbytes), np.uint8)
         while True:
             version = self.refresh()
-            take(version.rows, rows, into=as_records(out), where=slice(None), pool=self._pool)
+            take(version.rows, rows, as_records(out), self._pool)
             unchanged = rows
             if version.changed is not None and len(version.changed[0]):
                 changed, records = version.changed
@@ -155,28 +155,25 @@ class ReadOnlyStorage:
                 found = np.flatnonzero(changed[at] == rows)
                 out[found] = records[at[found]].view(np.uint8).reshape(len(found), -1)[:, : out.shape[1]]
                 unchanged = rows[changed[at] != rows]
-            self._check_rows(version, unchanged)
-            if self._stamp_of(version.file) == version.stamp:
+            stamp = version.stamp
+            try:
+                check_rows(version.file, unchanged, self._pool)
+            except DamagedFileError:
+                # A trainer that adds rows to the table writes them over the checksums.
+                is_summed = has_sums(version.file, version.state.n_rows, version.rows.itemsize)
+                if is_summed and self._stamp_of(version.file) == stamp:
+                    raise
+            if self._stamp_of(version.file) == stamp:
                 return torch.from_numpy(out)
-
-    def _check_rows(self, version: OpenVersion, rows: NDArray[np.int64]) -> None:
-        """Raise `DamagedFileError` if a row of an unchanged file is not as it was written."""
-        try:
-            check_rows(version.file, rows, self._pool)
-        except DamagedFileError:
-            # A trainer that adds rows to the table writes them over the checksums.
-            is_valid = has_sums(version.file, version.state.n_rows, version.rows.dtype.itemsize)
-            if is_valid and self._stamp_of(version.file) == version.stamp:
-                raise
 
     def check_rows(self) -> int:
         """Compare all rows with their checksums, and return the number of rows that have one."""
         version = self.refresh()
+        nbytes = version.rows.itemsize
         with progress(f"checking {self.path.name}", self.n_rows, "rows") as advance:
-            for start, stop in row_blocks(0, self.n_rows, version.rows.dtype.itemsize):
+            for start, stop in row_blocks(0, self.n_rows, nbytes):
                 # Reads ahead, unlike the mapping, which is advised for random rows.
-                block = np.empty((stop - start) * version.rows.dtype.itemsize, np.uint8)
-                version.file.read(RECORDS_AT + start * version.rows.dtype.itemsize, block)
+                version.file.read(RECORDS_AT + start * nbytes, np.empty((stop - start) * nbytes, np.uint8))
                 self.gather(torch.arange(start, stop, device=CPU), 1)
                 advance(stop - start)
         sums = self.refresh().file.sums

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import secrets
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,30 +17,26 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flatbed.cuda.streams import OrderedLock
 from flatbed.errors import FlatbedError
+from flatbed.tables.files import NotSynced
 from flatbed.tables.record import Record
 from flatbed.tables.storage.base import CPU, Fill
 from flatbed.tables.storage.disk.checked_records import (
     Readers,
-    add_sums,
     as_records,
-    check_block,
     check_rows,
     drop_sums,
     file_size,
-    known_sums,
-    map_records,
+    replace_sums,
     rows_of,
     submit,
     take,
     write_rows,
-    write_sums,
 )
 from flatbed.tables.storage.disk.format import RECORDS_AT, Identity, State, normal
-from flatbed.tables.storage.disk.journal import Decision, apply
-from flatbed.tables.storage.disk.mapped_file import MappedFile, NotSynced, Records
-from flatbed.tables.storage.disk.open_files import Draft, OpenFiles, kept_journal, open_files, tell_at_exit
+from flatbed.tables.storage.disk.journal import Decision, Sealed, apply
+from flatbed.tables.storage.disk.mapped_file import MappedFile, Sums
+from flatbed.tables.storage.disk.open_files import Draft, OpenFiles, kept_journal, open_files
 
 T = TypeVar("T")
 Meta = Mapping[str, Any]
@@ -67,16 +63,11 @@ class DiskStorage:
         self.record, self.n_rows, self.path = identity.record, state.n_rows, files.table.path
         self._state = state
         self._files = files
-        self._lock = OrderedLock("file")
         self._readers = Readers()
-        self._sealed: State | None = None  # in the journal, durable, and not yet in the table
-        self._decision: Decision | None = None  # of the sealed state: another file says whether it holds
-        self._is_held = False  # between `prepare` and `release`: `_use` does not resolve it
-        self._is_committing = False
-        self._is_half_sealed = False  # a seal was interrupted, and `_unseal` has not completed since
+        self._sealed: Sealed | None = None  # the next checkpoint, durable, and not yet in the table
+        self._is_held = False  # between `prepare` and `release`, rows cannot change
         self._broken: str | None = None
         self._finalizer = weakref.finalize(self, OpenFiles.close_forgotten, files)
-        tell_at_exit()
 
     # ---- files
 
@@ -100,8 +91,8 @@ class DiskStorage:
 
     def close(self) -> None:
         """Close the file. Rows changed since the last checkpoint are lost; a second call does nothing."""
-        if self._files.is_own_process():
-            with self._lock:
+        if self._files.is_open:
+            with self._files.lock:
                 self._readers.wait()
                 self._files.close()
 
@@ -126,7 +117,8 @@ class DiskStorage:
 
     def meta_of(self, token: str) -> dict[str, Any] | None:
         """The `meta` of the checkpoint with this token: the last one, a prepared one, or one put aside."""
-        for state in filter(None, (self._state, self._sealed)):
+        sealed = [] if self._sealed is None else [self._sealed.state]
+        for state in (self._state, *sealed):
             if state.meta.get("token") == token:
                 return normal(state.meta)
         kept = kept_journal(self.path, self._files.journal.table, base=self._state.word, token=token)
@@ -145,50 +137,45 @@ class DiskStorage:
     # ---- rows
 
     def gather(self, ids: Tensor, nbytes: int | None = None) -> Tensor:
-        out = np.empty((ids.numel(), self.record.nbytes if nbytes is None else nbytes), np.uint8)
-        self._gather(ids, as_records(out), in_order=True)
-        return torch.from_numpy(out)
+        out = torch.empty((ids.numel(), nbytes or self.record.nbytes), dtype=torch.uint8, device=CPU)
+        order = self.collect(ids, out)
+        if (np.diff(order) > 0).all():
+            return out
+        return out.index_select(0, torch.from_numpy(order.argsort()))
 
     def collect(self, ids: Tensor, into: Tensor) -> NDArray[np.int64]:
-        """Copy whole records in the fastest order, and return it as positions in `ids`."""
-        return self._gather(ids, as_records(into.numpy()), in_order=False)
+        """Copy records, or their first bytes, in the fastest order, and return it as positions in `ids`.
 
-    def _gather(self, ids: Tensor, into: Records, *, in_order: bool) -> NDArray[np.int64]:
-        """Copy rows from the journal, then the others from the file, without the lock: a disk is slow."""
-        pool = self._files.pool
+        First those in the journal; then those in the file, without the lock: a disk is slow.
+        """
+        out, pool = as_records(into.numpy()), self._files.pool
         with ExitStack() as reading:
-            with self._use():
+            with self._files.lock:
+                self._begin()
                 rows = rows_of(ids, self.n_rows)
-                changed, entries = self._changed(rows)
-                n = len(changed)
-                others = np.flatnonzero(entries < 0) if n else np.arange(len(rows))
-                is_mixed = in_order and 0 < n < len(rows)
-                to_changed, to_others = (changed, others) if is_mixed else (slice(n), slice(n, None))
-                take(self._files.journal.records, entries[changed], into=into, where=to_changed, pool=pool)
+                entries = self._files.journal.entries(rows)
+                changed, others = np.flatnonzero(entries >= 0), np.flatnonzero(entries < 0)
+                take(self._files.journal.records, entries[changed], out[: len(changed)], pool)
                 table, records = self._files.table, self._files.table.rows
                 assert records is not None
                 reading.enter_context(self._readers)
-            take(records, rows[others], into=into, where=to_others, pool=pool)
+            take(records, rows[others], out[len(changed) :], pool)
             check_rows(table, rows[others], pool)  # after the copy, which has read the pages in parallel
         return np.concatenate((changed, others))
 
     def scatter_(self, ids: Tensor, records: Tensor) -> None:
         """Replace the records of rows; they reach the file with the next checkpoint."""
-        with self._use(change=ids.numel() > 0):
+        with self._files.lock:
+            self._begin(change=ids.numel() > 0)
             rows = rows_of(ids, self.n_rows)
             if len(rows):
                 given = as_records(records.detach().cpu().contiguous().numpy())
-                self._files.journal.put(rows, given, n_rows=self.n_rows, pool=self._files.pool)
+                self._files.journal.put(rows, given, self._files.pool)
 
-    def send(self, function: Callable[..., T], *args: Any) -> Future[T]:
-        """Run a function in the writer thread, in the order of the calls."""
+    def submit(self, function: Callable[..., T], *args: Any, in_order: bool = False) -> Future[T]:
+        """Run a function in a thread that copies rows, or after earlier calls in the thread that writes."""
         self._files.check()
-        return submit(self._files.writer, function, *args)
-
-    def aside(self, function: Callable[..., T], *args: Any) -> Future[T]:
-        """Run a function in one of the threads that copy rows."""
-        self._files.check()
-        return submit(self._files.pool, function, *args)
+        return submit(self._files.writer if in_order else self._files.pool, function, *args)
 
     def count_also(self, changed_rows: Callable[[], NDArray[np.int64]]) -> None:
         """Include changed rows of a cache in `unsaved_rows` and in the warning at exit."""
@@ -197,13 +184,14 @@ class DiskStorage:
     def has_room(self, n_rows: int) -> bool:
         """True if any `n_rows` rows can certainly change, without taking the lock; see `make_room`."""
         self._files.check()
-        is_usable = self._broken is None and self._sealed is None and not self._is_half_sealed
-        return is_usable and self._files.journal.has_room(n_rows, n_rows=self.n_rows)
+        journal = self._files.journal
+        return self._broken is None and not journal.is_sealed and journal.has_room(n_rows)
 
     def make_room(self, ids: Tensor, *, also: int = 0) -> None:
         """Reserve disk space for changes of these rows and of `also` others, or raise."""
-        with self._use(change=True):
-            self._files.journal.make_room(rows_of(ids, self.n_rows), also=also, n_rows=self.n_rows)
+        with self._files.lock:
+            self._begin(change=True)
+            self._files.journal.make_room(rows_of(ids, self.n_rows), also=also)
 
     def count_unjournaled(self, rows: NDArray[np.int64]) -> int:
         """Count rows that are as in the last checkpoint. The others have their disk space.
@@ -214,13 +202,16 @@ class DiskStorage:
         return self._files.journal.count_missing(rows)
 
     def read(self, start: int, stop: int) -> Tensor:
-        with self._use():
+        with self._files.lock:
+            self._begin()
             out = np.empty((stop - start, self.record.nbytes), np.uint8)
             # Not through the mapping, which is advised for random rows and reads nothing ahead.
             if self._files.table.read(RECORDS_AT + start * self.record.nbytes, out) < out.nbytes:
                 raise FlatbedError(f"{self.path} was cut short while it was open; restore it from a copy")
-            changed, entries = self._changed(slice(start, stop))
-            check_block(self._files.table, start, as_records(out), changed=changed)
+            rows = np.arange(start, stop)
+            entries = self._files.journal.entries(rows)
+            check_rows(self._files.table, rows[entries < 0], self._files.pool)
+            changed = entries >= 0
             as_records(out)[changed] = self._files.journal.records[entries[changed]]
         return torch.from_numpy(out)
 
@@ -234,7 +225,8 @@ class DiskStorage:
 
         When this returns, they survive a loss of power. Until then, the file holds the checkpoint before.
         """
-        with self._use(change=True):
+        with self._files.lock:
+            self._begin(change=True)
             self._seal(self._next(meta), None)
             self.commit()
 
@@ -245,9 +237,10 @@ class DiskStorage:
         (`{"token": ...}`); otherwise the one before does. Write that file atomically.
         """
         self.release()
-        with self._use(change=True):
-            self._is_held = True
+        with self._files.lock:
+            self._begin(change=True)
             self._seal(self._next(meta), Decision.of(decision, token, table=self.path))
+            self._is_held = True
 
     def release(self) -> None:
         """Let rows change again. The next change commits a prepared checkpoint if its decision was made."""
@@ -256,71 +249,75 @@ class DiskStorage:
     def settle(self) -> None:
         """Complete or drop a checkpoint that was prepared, as the next change would."""
         if self._sealed is not None:
-            with self._use(change=True):
-                pass
+            with self._files.lock:
+                self._begin(change=True)
 
-    def _resolve(self) -> None:
-        """Complete a checkpoint that was interrupted, or drop one that was not decided."""
-        decision = self._decision
-        if decision is not None and not self._is_committing:
-            if not decision.outcome(self.path):
-                self.abort()
-                return
+    def _begin(self, *, change: bool = False) -> None:
+        """Check that the files are open. Before a change, complete or drop an interrupted checkpoint.
+
+        Called with the lock held, not by a context manager: Ctrl-C as it ends could leave the lock taken.
+        """
+        self._files.check()
+        if not change:
+            return
+        if self._broken is not None:
+            raise FlatbedError(f"{self.path} cannot be changed: {self._broken}. {REMEDY}")
+        if not self._files.journal.is_sealed:
+            return
+        if self._is_held:
+            raise FlatbedError(f"{self.path} cannot change while flatbed.save_checkpoint saves it")
+        decision = None if self._sealed is None else self._sealed.decision
+        if self._sealed is None or (decision is not None and not decision.outcome(self.path)):
+            self._unseal()
+            return
+        if decision is not None:
             MappedFile.sync_folder(Path(decision.path).parent)  # the save may have ended before it did
         self.commit()
 
     def commit(self) -> None:
         """Complete a prepared checkpoint. After an interruption, call it again."""
-        with self._use():
+        with self._files.lock:
+            self._begin()
             assert self._sealed is not None, "call prepare first"
-            files, state = self._files, self._sealed
+            journal = self._files.journal
             self._readers.wait()
-            self._is_committing = True
-            journal = files.journal
+            self._sealed = sealed = replace(self._sealed, decision=None)  # decided
             try:
-                apply(files.table, journal.records, rows=journal.rows(), sums=journal.sums, state=state)
+                apply(self._files.table, sealed)
             except NotSynced as error:
                 raise NotSynced(
                     f"{error}. This checkpoint is whole in {journal.path}, which must stay beside the table. "
                     "The next change or checkpoint, or opening the table again, copies it once more"
                 ) from error
-            files.journal.clear(same_rows=state.n_rows == self.n_rows)
-            self._state, self.n_rows, self._sealed, files.keep_journal = state, state.n_rows, None, False
-            self._is_held = self._is_committing = False
+            journal.clear(sealed.state.n_rows)
+            self._state, self.n_rows, self._sealed = sealed.state, sealed.state.n_rows, None
+            self._is_held = False
             # Last: until then an interrupted commit is repeated, and a kill meanwhile needs the journal.
-            files.journal.unseal(durably=False)
-
-    def abort(self) -> None:
-        """Undo `prepare`: changed rows stay in the journal, for another checkpoint."""
-        with self._use():
-            assert self._sealed is not None, "call prepare first"
-            if self._is_committing:
-                raise FlatbedError(f"a checkpoint of {self.path} is half copied: call commit() again")
-            self._unseal()
+            journal.unseal(durably=False)
 
     def resize(self, n_rows: int, *, fill: Fill, meta: Meta | None = None) -> DiskStorage:
         """Add rows at the end; they and all changed rows become a checkpoint."""
-        with self._use(change=True):
+        with self._files.lock:
+            self._begin(change=True)
             table, nbytes = self._files.table, self.record.nbytes
             state = replace(self._next(meta), n_rows=n_rows)
             table.reserve(file_size(n_rows, nbytes))
             self._readers.wait()
-            sums = known_sums(table)
+            sums = self._sums().copy()
             try:
                 drop_sums(table, nbytes)  # the new rows are written over them
                 added = write_rows(table, self.record, range(self.n_rows, n_rows), fill=fill)
-                write_sums(table, nbytes, np.concatenate((sums, added)))
-                map_records(table, n_rows, nbytes)
+                replace_sums(table, nbytes, np.concatenate((sums, added)))
                 self._seal(state, None)
+                self.commit()
             except BaseException:
-                if self._is_half_sealed:
+                if self._sealed is not None:
+                    self.commit()  # the new rows are durable
+                elif self._state is not state and self._files.journal.is_sealed:  # perhaps they are
                     self._broken = UNKNOWN
-                if self._broken is None:  # otherwise the seal may be durable, and refer to the new rows
-                    write_sums(table, nbytes, sums)
-                    table.truncate(file_size(self.n_rows, nbytes))
-                    map_records(table, self.n_rows, nbytes)
+                elif self._state is not state:
+                    replace_sums(table, nbytes, sums)
                 raise
-            self.commit()
         return self
 
     def rebuilt(
@@ -330,21 +327,23 @@ class DiskStorage:
 
         `fill` may read from this storage. After an error, this storage and its file are as they were.
         """
-        with self._use(change=True), ExitStack() as undo:
+        with self._files.lock, ExitStack() as undo:
             draft = self.draft(record, fill=fill, meta=meta)
             undo.callback(draft.discard)
             return self.replaced_by(draft)
 
     def draft(self, record: Record, *, fill: Fill, meta: Meta | None = None) -> Draft:
         """Make a file with other records that can replace this one."""
-        with self._use(change=True):
+        with self._files.lock:
+            self._begin(change=True)
             self._files.table.check_name()
             replaced = self._files.journal.table
             return Draft(self.path, record, self._next(meta), fill=fill, replaces=replaced)
 
     def replaced_by(self, draft: Draft) -> DiskStorage:
         """Replace the file by a draft: a checkpoint, after which this storage is closed."""
-        with self._use(change=True):
+        with self._files.lock:
+            self._begin(change=True)
             self._readers.wait()
             made = draft.publish()
             self._files.close()
@@ -355,53 +354,33 @@ class DiskStorage:
         return State(self.n_rows, self.generation + 1, dict(meta), word=secrets.token_hex(8))
 
     def _seal(self, state: State, decision: Decision | None) -> None:
-        table, journal = self._files.table, self._files.journal
+        table = self._files.table
         table.check_name()
         table.fill_holes()
-        if table.sums is None:
-            add_sums(table, self.n_rows, self.record.nbytes)
-        state = replace(state, has_sums=table.sums is not None)
-        self._files.keep_journal, self._is_committing = True, False
-        self._broken = UNKNOWN
+        self._sums()
         try:
-            journal.seal(state, decision, base=self._state.word, n_rows=self.n_rows)
-            self._decision, self._sealed, self._broken = decision, state, None
+            self._sealed = self._files.journal.seal(state, decision, base=self._state.word)
         except NotSynced as error:
             # The system drops what it could not write, so a second attempt would prove nothing.
+            self._broken = UNKNOWN
             raise NotSynced(f"{error}. {REMEDY}") from error
         except BaseException:
-            self._is_half_sealed, self._broken = True, None  # first: a second Control-C may follow
             self._unseal()
             raise
 
+    def _sums(self) -> Sums:
+        """Return the checksums of all rows. After a `resize` that was killed, they begin again: unknown."""
+        table = self._files.table
+        if table.sums is None:
+            replace_sums(table, self.record.nbytes, np.zeros(self.n_rows, np.uint32))
+        assert table.sums is not None
+        return table.sums
+
     def _unseal(self) -> None:
-        """Take a seal back, durably. If this is interrupted, the next change repeats it."""
+        """Take a seal back, durably, if there is one. If this is interrupted, the next change repeats it."""
         try:
             self._files.journal.unseal(durably=True)
         except NotSynced:
             self._broken = UNKNOWN
             raise
-        self._files.keep_journal, self._sealed = False, None
-        self._is_held = self._is_half_sealed = False
-
-    def _changed(self, rows: NDArray[np.int64] | slice) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-        """Positions of rows that are in the journal, and the entries of all rows (-1: none)."""
-        entries = self._files.journal.entries(rows)
-        if entries is None:
-            return np.empty(0, np.int64), np.empty(0, np.int32)
-        return np.flatnonzero(entries >= 0), entries
-
-    @contextmanager
-    def _use(self, *, change: bool = False) -> Iterator[None]:
-        self._files.check()  # before the lock, which another thread may have held when this process forked
-        with self._lock:
-            self._files.check()
-            if change and self._broken is not None:
-                raise FlatbedError(f"{self.path} cannot be changed: {self._broken}. {REMEDY}")
-            if change and self._is_half_sealed:
-                self._unseal()
-            if change and self._sealed is not None:
-                if self._is_held:
-                    raise FlatbedError(f"{self.path} cannot change while flatbed.save_checkpoint saves it")
-                self._resolve()
-            yield
+        self._sealed = None
