@@ -345,31 +345,26 @@ class Optimizer(torch.optim.Optimizer):
                 )
             check_values_exist("a step")
             with torch.no_grad():
-                self._collect_and_update()
+                plan = self._current_plan()
+                table_steppers = self._tables.collect_grads(self) if self._tables.owned else []
+                if plan.masters.slots:
+                    plan.masters.sync_written()
+                owners = plan.collect_grads()
+                if owners is None:  # gradients of another kind: building a plan checks them
+                    plan = self._rebuild()
+                    owners = plan.collect_grads()
+                    assert owners is not None
+                if not (owners or table_steppers):
+                    self._refuse_replaced_params()
+                # Ranks without a gradient take part in the norm of all.
+                if plan.slots or table_steppers or (self._options.needs_norm and plan.shard_groups.many):
+                    update_all(self, plan, owners, table_steppers)
             return loss
         except BaseException as error:
+            self._drop_plan()  # uploads may not have been issued
             if self._peers is not None:  # other ranks may wait for the norm or for rows of this one
                 self._peers.tell_step_failure(error)
             raise
-
-    def _collect_and_update(self) -> None:
-        """Collect gradients, and update what they belong to."""
-        plan = self._current_plan()
-        packs = self._tables.collect_grads(self) if self._tables.owned else []
-        found = plan.collect_grads()
-        if found is None:  # of another kind: building a plan checks them
-            plan = self._rebuild()
-            found = plan.collect_grads()
-            assert found is not None
-        if not (found.owners or any(packs)):
-            self._refuse_replaced_params()
-        # Ranks without a gradient take part in the norm of all.
-        if plan.slots or any(packs) or (self._options.needs_norm and plan.shard_groups.many):
-            try:
-                update_all(self, plan, found, packs if any(packs) else [])
-            except BaseException:
-                self._drop_plan()  # uploads may not have been issued
-                raise
 
     def _refuse_replaced_params(self) -> None:
         """Raise if only parameters that are not the optimizer's have gradients: it would train nothing."""
@@ -386,7 +381,7 @@ class Optimizer(torch.optim.Optimizer):
     def _current_plan(self) -> Plan:
         """The plan, built again if groups, state or parameters have changed since."""
         plan = self._plan
-        if plan is None or plan.provisional or not plan.fingerprint.matches(self.param_groups, self.state):
+        if plan is None or plan.built_from != plan.fingerprint(self.param_groups, self.state):
             plan = self._rebuild()
         return plan
 

@@ -40,6 +40,8 @@ class OwnedTable:
     group: int
     row_scalars: tuple[str, ...]
     """The scalars that are in the record of each row."""
+    pack: RowGrads | None = None
+    """The gradients of the present step."""
 
 
 class TableStepper:
@@ -53,7 +55,6 @@ class TableStepper:
         self.tables = tables
         self.step_stats = step_stats
         self.device = step_stats.device
-        self.packs: list[RowGrads | None] = []
         for owned in tables:
             _check_fields(rule, owned, groups[owned.group])
         self._kernels: TritonRows | None = None
@@ -74,10 +75,11 @@ class TableStepper:
         """Return a vector whose sum is the squared norm, the same on ranks of sharded tables."""
         whole: list[Tensor] = []
         sharded: dict[Channel, list[Tensor]] = {}
-        for owned, pack in zip(self.tables, self.packs, strict=True):
+        for owned in self.tables:
             shards = owned.table._shards
-            if pack is not None:
-                (whole if shards is None else sharded.setdefault(shards.channel, [])).append(pack.grads)
+            if owned.pack is not None:
+                held = whole if shards is None else sharded.setdefault(shards.channel, [])
+                held.append(owned.pack.grads)
         found = [self._squares(whole)]
         for channel, grads in sharded.items():
             own = self._squares(grads).sum()
@@ -91,13 +93,14 @@ class TableStepper:
 
     def update(self, options: StepOptions, scaling: Scaling | None, squares: Tensor | None) -> None:
         """Update the rows that have a gradient."""
-        packs, self.packs, kernels = self.packs, [], self._kernels
+        kernels = self._kernels
         if kernels is None:
-            self._update_in_torch(packs, options, scaling, squares)
+            self._update_in_torch(options, scaling, squares)
             return
-        kernels.coefficients.begin_step([int(pack is not None) for pack in packs])
+        kernels.coefficients.begin_step([int(owned.pack is not None) for owned in self.tables])
         kernels.coefficients.prepare(options, scaling, squares)
-        for index, (owned, pack) in enumerate(zip(self.tables, packs, strict=True)):
+        for index, owned in enumerate(self.tables):
+            pack, owned.pack = owned.pack, None
             if pack is None:
                 continue
             store, row_io, batch = owned.table._store, owned.table._local_io, pack.batch
@@ -114,20 +117,15 @@ class TableStepper:
             if not bool(self.step_stats[SKIP]):
                 row_io.scatter_(pack.rows, records)
 
-    def _update_in_torch(
-        self,
-        packs: list[RowGrads | None],
-        options: StepOptions,
-        scaling: Scaling | None,
-        squares: Tensor | None,
-    ) -> None:
+    def _update_in_torch(self, options: StepOptions, scaling: Scaling | None, squares: Tensor | None) -> None:
         norm = None if squares is None else squares.sum().sqrt().float()
         factor, skip = begin_step(options, scaling, norm, self.step_stats)
         scale = None if scaling is None else scaling.scale
         fused = self.rule.fused is not None and self.device.type == "cpu"
         # Noise differs between chunks and tables, and from that of parameters.
         seeds = count(int(self.step_stats[STEPS]) * 1_000_003 + 500_000)
-        for owned, pack in zip(self.tables, packs, strict=True):
+        for owned in self.tables:
+            pack, owned.pack = owned.pack, None
             if pack is not None and not skip:
                 update = Update(self.rule, self.groups[owned.group], fused, scale, factor)
                 own_seeds = seeds if options.stochastic_rounding else None
@@ -279,8 +277,11 @@ class OptimizerTables:
 
     # ---- a step
 
-    def collect_grads(self, owner: Optimizer) -> list[RowGrads | None]:
-        """The gradients of all tables; with several ranks, their mean. Errors precede any change."""
+    def collect_grads(self, owner: Optimizer) -> list[TableStepper]:
+        """The steppers of all tables, given their gradients; with several ranks, their mean.
+
+        Empty if no table has a gradient. Errors precede any change.
+        """
         several = world_size() > 1
         capturing = any(is_capturing(owned.table._store.device) for owned in self.owned)
         if several:
@@ -302,17 +303,16 @@ class OptimizerTables:
                     "another: capture lookup, backward and optimizer.step() in one CUDA graph, after "
                     "optimizer.zero_grad()"
                 )
-        packs = []
-        for table in [owned.table for owned in self.owned]:
+        for owned in self.owned:
             if several:
-                exchange_grads(table)
-            if not table._needs_grad:
-                table._grads.clear()
-            packs.append(table._grads.packed())
-        for owned, pack in zip(self.owned, packs, strict=True):
-            if pack is not None and owned.table._store.config.storage == "disk":
-                owned.table._local_io.reserve_space(pack)
-        return packs
+                exchange_grads(owned.table)
+            if not owned.table._needs_grad:
+                owned.table._grads.clear()
+            owned.pack = owned.table._grads.packed()
+        for owned in self.owned:
+            if owned.pack is not None and owned.table._store.config.storage == "disk":
+                owned.table._local_io.reserve_space(owned.pack)
+        return self._current_steppers(owner) if any(owned.pack for owned in self.owned) else []
 
     def _refuse_local_norms(self, owner: Optimizer) -> None:
         """Raise if the norm would differ between ranks: a table that is no replica has its own gradient."""
@@ -334,22 +334,20 @@ class OptimizerTables:
                     f"among all ranks, or pass norm_group= with the ranks that hold other parameters"
                 )
 
-    def steppers_for(
-        self, owner: Optimizer, packs: list[RowGrads | None], switched: list[bool]
-    ) -> list[TableStepper]:
-        """Return the steppers of all devices, given their gradients. Scalars follow tables that moved.
+    def _current_steppers(self, owner: Optimizer) -> list[TableStepper]:
+        """The steppers of all devices, built again if tables or options have changed since.
 
-        `switched`: the options that decide which tensors of state exist.
+        Scalars follow tables that moved.
         """
         rule, groups = owner._rule, owner.param_groups
-        key: list[Any] = [id(groups), switched]  # all that the launches depend on
+        switches = [option for option in (*rule.state.values(), *rule.row_scalars.values()) if option]
+        key: list[Any] = [id(groups)]  # all that the launches depend on
         for owned in self.owned:
             store, group = owned.table._store, groups[owned.group]
             if any(value.device != store.device for value in store.scalars.values()):
                 self.publish(owner, owned)
             layout = store.device, store.ensure_layout().record, [*map(id, store.scalars.values())]
-            options = [group[option] for option in rule.row_scalars.values() if option is not None]
-            key.append((*layout, owned.group, options))
+            key.append((*layout, owned.group, [group[option] != 0 for option in switches]))
         if key != self._built_from:
             if any(is_capturing(owned.table._store.device) for owned in self.owned):
                 raise FlatbedError("take one eager step with the tables before the capture of a CUDA graph")
@@ -362,7 +360,4 @@ class OptimizerTables:
                 TableStepper(rule, groups, tables, vectors[device]) for device, tables in by_device.items()
             ]
             self._built_from = key
-        given = {id(owned): pack for owned, pack in zip(self.owned, packs, strict=True)}
-        for stepper in self._steppers:
-            stepper.packs = [given[id(owned)] for owned in stepper.tables]
         return self._steppers
