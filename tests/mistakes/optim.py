@@ -157,7 +157,7 @@ OTHERS = [
         "clipping",
         kept("Adam", group_with_clipping),
         ValueError,
-        r"max_norm.*param group: pass it to the constructor$",
+        r"max_norm.*param group: pass it to the constructor",
     ),
     (
         "Adam.load_state_dict",

@@ -101,7 +101,7 @@ class Optimizer(torch.optim.Optimizer):
             and lacks_state(self._spec, self.param_groups[number], p, self.state.get(p, {}), copies_weights)
         }
         if lacking:
-            self._rebuild(early=lambda p: id(p) in lacking, copies_weights=copies_weights)
+            self._rebuild(early=lacking, copies_weights=copies_weights)
 
     @cached_property
     def _spec(self) -> OptimizerSpec:
@@ -207,9 +207,8 @@ class Optimizer(torch.optim.Optimizer):
         load_state_dict(self, state_dict, with_tables=False)
 
     def __repr__(self) -> str:
-        extras = {name: value for name, value in asdict(self._options).items() if value}
-        lines = "".join(f"    {name}: {value}\n" for name, value in extras.items())
-        return f"{super().__repr__()[:-1]}{'All groups' + chr(10) if extras else ''}{lines})"
+        lines = [f"    {name}: {value}\n" for name, value in asdict(self._options).items() if value]
+        return "".join([super().__repr__()[:-1], *(["All groups\n", *lines] if lines else []), ")"])
 
     def __getstate__(self) -> dict[str, Any]:
         names = ("_options", "_norm_group", "_state_sharding")
@@ -386,16 +385,10 @@ class Optimizer(torch.optim.Optimizer):
         return plan
 
     @torch.no_grad()
-    def _rebuild(
-        self,
-        *,
-        early: Callable[[Tensor], bool] | None = None,
-        loaded: bool = False,
-        copies_weights: bool = True,
-    ) -> Plan:
+    def _rebuild(self, **how: Any) -> Plan:
         if self._owns_tables:
             self._tables.sync(self)
-        plan = build_plan(self, early=early, loaded=loaded, copies_weights=copies_weights)
+        plan = build_plan(self, **how)
         self._drop_plan()
         self._plan = plan
         return plan

@@ -163,16 +163,13 @@ def check_known(kind: type, extras: Iterable[str]) -> None:
 def check_no_extras(options: StepOptions, group: Mapping[str, Any]) -> None:
     """Raise if a param group has options of the whole optimizer, unless a wrapper has copied them there."""
     for name in Extras.__annotations__:
-        is_own = name in group and group[name] == getattr(options, name, None)
-        if name not in group or (is_own and name not in OF_NORM):
-            continue
-        remedy = "pass it to the constructor"
-        if is_own:  # ZeroRedundancyOptimizer copies all options into groups
-            remedy = (
-                "ZeroRedundancyOptimizer has no norm over all ranks, call "
-                "torch.nn.utils.clip_grad_norm_(model.parameters(), …) before its step instead"
+        is_copy = name not in OF_NORM and name in group and group[name] == getattr(options, name, None)
+        if name in group and not is_copy:
+            raise ValueError(
+                f"{name} is an option of the whole optimizer; found in a param group: pass it to the "
+                f"constructor. With ZeroRedundancyOptimizer, which has no norm over all ranks, call "
+                f"torch.nn.utils.clip_grad_norm_ before its step"
             )
-        raise ValueError(f"{name} is an option of the whole optimizer; found in a param group: {remedy}")
 
 
 def check_options(options: StepOptions) -> None:
@@ -204,11 +201,13 @@ def check_shard_state(ranks: Any) -> None:
         raise FlatbedError("shard_state needs ranks: call torch.distributed.init_process_group first")
     from torch.distributed.device_mesh import DeviceMesh
 
-    if ranks is not True and not isinstance(ranks, (dist.ProcessGroup, DeviceMesh)):
-        raise TypeError(f"shard_state must be True, a process group or a DeviceMesh; found {ranks!r}")
-    if isinstance(ranks, DeviceMesh) and ranks.ndim != 1:
-        raise ValueError(f'shard_state takes a mesh of one dimension, such as mesh["dp"]; found {ranks}')
-    if isinstance(ranks, DeviceMesh) and ranks.get_coordinate() is None:
+    is_mesh = isinstance(ranks, DeviceMesh)
+    if not (ranks is True or isinstance(ranks, dist.ProcessGroup) or (is_mesh and ranks.ndim == 1)):
+        raise TypeError(
+            f'shard_state must be True, a process group, or a mesh of one dimension, such as mesh["dp"]; '
+            f"found {ranks!r}"
+        )
+    if is_mesh and ranks.get_coordinate() is None:
         raise FlatbedError(
             f"rank {dist.get_rank()} is not part of the mesh of shard_state, whose ranks are "
             f"{ranks.mesh.tolist()}: build this optimizer on those ranks only"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from itertools import chain, repeat
 from operator import attrgetter, is_, itemgetter
 from typing import TYPE_CHECKING, Any, cast
@@ -276,13 +276,17 @@ class Plan:
 
 
 def build_plan(
-    optimizer: Optimizer, *, early: Callable[[Tensor], bool] | None, loaded: bool, copies_weights: bool
+    optimizer: Optimizer,
+    *,
+    early: Container[int] = (),
+    loaded: bool = False,
+    copies_weights: bool = True,
 ) -> Plan:
     """Make what is missing of the state, and plan the steps of all parameters that have a gradient or state.
 
-    `early` chooses parameters without a gradient. `loaded`: the state is a checkpoint's, and is copied.
-    Without `copies_weights`, master weights and averages are left to the next plan, since weights may be
-    loaded later.
+    `early`: ids of parameters that get their state before their first gradient. `loaded`: the state is a
+    checkpoint's, and is copied. Without `copies_weights`, master weights and averages are left to the next
+    plan, since weights may be loaded later.
     """
     rule, groups, state = optimizer._rule, optimizer.param_groups, optimizer.state
     params = [p for group in groups for p in group["params"] if not isinstance(p, Table)]
@@ -292,7 +296,7 @@ def build_plan(
             "trained: state and tables would be made inside the graph, and again at every replay"
         )
     shard_groups = ShardGroups(map(Sharding.of, params), optimizer._norm_group, optimizer._peers)
-    slots = build_slots(optimizer, early=early, loaded=loaded, copies_weights=copies_weights)
+    slots = build_slots(optimizer, early, loaded=loaded, copies_weights=copies_weights)
     by_device: dict[torch.device, list[ParamSlot]] = {}
     for slot in slots:
         slot.norm_class = shard_groups.class_of(Sharding.of(slot.owner))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
 
@@ -115,10 +115,7 @@ class SlotBuilder:
             return self.spec.options.state_dtype
         if self.spec.options.master_weights and slot.param.dtype in LOW:
             return torch.float32
-        dtype = slot.param.dtype
-        for other in held:
-            dtype = torch.promote_types(dtype, other.dtype)
-        return dtype
+        return reduce(torch.promote_types, [tensor.dtype for tensor in held], slot.param.dtype)
 
     def _scalar(self, slot: ParamSlot, key: str, held: dict[str, Any]) -> Tensor:
         rule, device = self.spec.rule, slot.param.device
@@ -142,14 +139,11 @@ class SlotBuilder:
         shape, stride, device = tuple(slot.param.shape), stride_of(slot.param), slot.param.device
         old: Any = held.get(key)
         if old is not None:
-            if not isinstance(old, Tensor) or not old.is_floating_point():
-                found = old.dtype if isinstance(old, Tensor) else type(old).__name__
+            is_float = isinstance(old, Tensor) and old.is_floating_point()
+            if not is_float or old.shape != slot.owner.shape:
+                found = f"{old.dtype} {tuple(old.shape)}" if isinstance(old, Tensor) else repr(old)
                 raise FlatbedError(
-                    f"state '{key}' of parameter {slot.name} must be a float tensor; found {found}"
-                )
-            if old.shape != slot.owner.shape:
-                raise FlatbedError(
-                    f"state '{key}' of parameter {slot.name} has shape {tuple(old.shape)}; expected "
+                    f"state '{key}' of parameter {slot.name} is {found}; expected floats of shape "
                     f"{tuple(slot.owner.shape)}"
                 )
             old = whole(old) if slot.sharding is None else slot.sharding.part_of(old)
@@ -185,12 +179,9 @@ def own_storage(view: Tensor) -> Tensor:
 
 
 def build_slots(
-    optimizer: Optimizer, *, early: Callable[[Tensor], bool] | None, loaded: bool, copies_weights: bool
+    optimizer: Optimizer, early: Container[int], *, loaded: bool, copies_weights: bool
 ) -> list[ParamSlot]:
-    """Slots for all parameters with a gradient or state. Gradients are checked before anything is made.
-
-    `early` chooses parameters that get their state before their first gradient.
-    """
+    """Slots for all parameters with a gradient or state. Gradients are checked before anything is made."""
     spec, groups, state = optimizer._spec, optimizer.param_groups, optimizer.state
     dense = [found for found in named_params(groups) if not isinstance(found[1], Table)]
     grads = [param.grad for _, param, _ in dense]
@@ -204,7 +195,7 @@ def build_slots(
     slots = []
     for (name, param, number), grad in zip(dense, grads, strict=True):
         held = state.get(param, {})
-        if grad is not None or held or (early is not None and early(param)):
+        if grad is not None or held or id(param) in early:
             grad_dtype = param.dtype if grad is None else grad.dtype
             sharding, rows = spec.sharding_of(param), None
             if sharding is not None and not is_dtensor(param):
@@ -312,7 +303,12 @@ def load_state_dict(optimizer: Optimizer, state_dict: StateDict, *, with_tables:
     Tensors are copied into the optimizer's own memory in their own dtype, or in `state_dtype`. Torch's
     loading would cast fp32 moments down to a bf16 parameter's dtype.
     """
-    _check_format(state_dict)
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(f"expected a state dict; found {type(state_dict).__name__}: read files by torch.load")
+    if not {"state", "param_groups"} <= state_dict.keys():
+        raise ValueError(
+            f"an optimizer's state dict has 'state' and 'param_groups'; found {list(state_dict)[:6]}"
+        )
     state_dict = dict(state_dict)
     for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
         replaced = hook(optimizer, state_dict)
@@ -339,16 +335,6 @@ def load_state_dict(optimizer: Optimizer, state_dict: StateDict, *, with_tables:
     optimizer._stats.set_steps(int(rounds))
     for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
         post_hook(optimizer)
-
-
-def _check_format(state_dict: Any) -> None:
-    if not isinstance(state_dict, Mapping):
-        raise TypeError(f"expected a state dict; found {type(state_dict).__name__}: read files by torch.load")
-    if not {"state", "param_groups"} <= state_dict.keys():
-        raise ValueError(
-            f"an optimizer's state dict has 'state' and 'param_groups'; found "
-            f"{', '.join(map(repr, list(state_dict)[:6]))}"
-        )
 
 
 def _loaded_groups(optimizer: Optimizer, state_dict: StateDict) -> Groups:
@@ -386,25 +372,21 @@ def _dense_state(state_dict: StateDict, params: Mapping[Any, Any]) -> dict[Any, 
 def _check_table_state(spec: OptimizerSpec, owned: OwnedTable, held: Any) -> dict[str, Any]:
     """A table's state in a checkpoint; raise if it does not fit the table."""
     table, found = owned.table, dict(held or {})
-    known = (*spec.rule.state, *spec.rule.scalars, MASTER, EMA)
-    if odd := [name for name in found if name not in known and not name.startswith("_")]:
-        raise FlatbedError(
-            f"the checkpoint's state of table {owned.name} has '{odd[0]}', which {spec.name} does not keep "
-            f"for tables: it belongs to another optimizer or to a wrapper. Build that one, or delete the key"
-        )
     fields = table._store.record.state
+    known = (*spec.rule.state, *spec.rule.scalars, MASTER, EMA)
+    odd = [name for name in found if name not in known and not name.startswith("_")]
     needed = [name for name in (*table.scalars(), *(f.name for f in fields)) if not name.startswith("_")]
-    missing = [name for name in needed if found.get(name) is None]
-    if found and missing:
+    missing = [name for name in needed if found and found.get(name) is None]
+    if odd or missing:
+        differs = f"has '{odd[0]}'" if odd else f"lacks '{missing[0]}'"
         raise FlatbedError(
-            f"the checkpoint's state of table {owned.name} lacks '{missing[0]}' and has "
-            f"{', '.join(map(repr, found))}: it belongs to another optimizer. Build that one"
+            f"the checkpoint's state of table {owned.name} {differs}: it belongs to another optimizer than "
+            f"{spec.name}, or to a wrapper. Build that one, or delete the key"
         )
     for field in fields:
-        value = found.get(field.name)
-        shape = (table.num_embeddings, field.count)
-        shapes = (shape, shape[:1]) if field.count == 1 else (shape,)
-        if value is not None and tuple(value.shape) not in shapes:
+        value, shape = found.get(field.name), (table.num_embeddings, field.count)
+        is_vector = value is not None and field.count == 1 and tuple(value.shape) == shape[:1]
+        if value is not None and tuple(value.shape) != shape and not is_vector:
             raise FlatbedError(
                 f"state '{field.name}' of table {owned.name} has shape {tuple(value.shape)} in the "
                 f"checkpoint; the table's is {shape}"
@@ -430,10 +412,9 @@ def _warn_of_losses(spec: OptimizerSpec, state_dict: StateDict) -> None:
     """Warn of averages and masters that a forgotten option would drop."""
     found = {key for value in state_dict["state"].values() if isinstance(value, dict) for key in value}
     kept = {MASTER: spec.options.master_weights, EMA: spec.options.ema_decay is not None}
-    options = {MASTER: "master_weights=True", EMA: "ema_decay=…"}
     if lost := [key for key in kept if key in found and not kept[key]]:
         warnings.warn(
             f"the checkpoint has {' and '.join(map(repr, lost))}, which this optimizer does not keep: build "
-            f"it with {' and '.join(options[key] for key in lost)} to continue with it",
+            f"it with master_weights=True or ema_decay=… to continue with it",
             stacklevel=4,
         )

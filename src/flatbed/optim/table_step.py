@@ -182,20 +182,15 @@ def check_table(spec: OptimizerSpec, owner: Any, name: str, table: Table, group:
     """Raise if a table cannot be trained with these options, or holds state of another optimizer."""
     options, dtype = spec.options, table._store.config.dtype
     wide = torch.promote_types(dtype, torch.float32)
-    if options.master_weights and dtype in LOW:
-        raise ValueError(
-            f"table {name} is {dtype} and has no room for master weights: make it float32, or use "
-            f"stochastic_rounding=True with bfloat16"
-        )
-    if options.ema_decay is not None:
-        raise ValueError(
-            f"ema_decay is not for tables (found {name}): it would have to change rows outside the batch. "
-            f"Give tables an optimizer of their own, without it"
-        )
-    if options.state_dtype not in (None, wide):
-        raise ValueError(f"the state of table {name} is {wide}; found state_dtype={options.state_dtype}")
-    if options.stochastic_rounding and dtype == torch.float16:
-        raise FlatbedError(f"stochastic_rounding is for bf16; table {name} is fp16: make it bf16 or fp32")
+    is_low, is_half = dtype in LOW, dtype == torch.float16
+    for is_wrong, option, reason in (
+        (options.master_weights and is_low, "master_weights", "there is no room for them: make it float32"),
+        (options.ema_decay is not None, "ema_decay", "it would change rows outside the batch: leave it out"),
+        (options.state_dtype not in (None, wide), "state_dtype", f"its state is {wide}"),
+        (options.stochastic_rounding and is_half, "stochastic_rounding", "make it bfloat16 or float32"),
+    ):
+        if is_wrong:
+            raise ValueError(f"{option} is not for table {name} of {dtype}: {reason}")
     table._check_attach(owner, state_fields(spec, group, table))
     expected = set(spec.rule.shown_scalars) - set(spec.row_scalars(group))
     known = {scalar for scalar in table._store.scalars if not scalar.startswith("_")}
@@ -316,23 +311,20 @@ class OptimizerTables:
 
     def _refuse_local_norms(self, owner: Optimizer) -> None:
         """Raise if the norm would differ between ranks: a table that is no replica has its own gradient."""
-        options = owner._options
-        local = [owned.name for owned in self.owned if not owned.table.replicate]
-        if options.needs_norm and 0 < len(local) < len(self.owned):
-            raise FlatbedError(
-                f"max_norm and skip_nonfinite with table {local[0]} (replicate=False): the norm would differ "
-                f"between ranks, and with it the replicas. Give the table an optimizer of its own"
-            )
-        if not options.needs_norm or owner._norm_group is not None:
+        if not owner._options.needs_norm:
             return
-        for owned in self.owned:
+        local = [owned.name for owned in self.owned if not owned.table.replicate]
+        found = local if len(local) < len(self.owned) else []
+        for owned in self.owned if owner._norm_group is None else ():
             shards = owned.table._shards
             if shards is not None and shards.n_ranks < world_size():
-                raise FlatbedError(
-                    f"max_norm and skip_nonfinite with table {owned.name}, which {shards.n_ranks} of "
-                    f"{world_size()} ranks share: the norm would differ between ranks. Shard the table "
-                    f"among all ranks, or pass norm_group= with the ranks that hold other parameters"
-                )
+                found.append(owned.name)
+        if found:
+            raise FlatbedError(
+                f"max_norm and skip_nonfinite with table {found[0]} (replicate=False, or sharded among some "
+                f"ranks): the norm would differ between ranks, and with it the replicas. Give the table an "
+                f"optimizer of its own, shard it among all ranks, or pass norm_group="
+            )
 
     def _current_steppers(self, owner: Optimizer) -> list[TableStepper]:
         """The steppers of all devices, built again if tables or options have changed since.
