@@ -35,6 +35,13 @@ def give_grads(*models: nn.Module, seed: int = 0, skip: tuple[int, ...] = ()) ->
             p.grad = None if i in skip else grad
 
 
+def steps(model: nn.Module, optimizer: Any, seeds: Iterable[int]) -> None:
+    """Step one optimizer with these gradients."""
+    for seed in seeds:
+        give_grads(model, seed=seed)
+        optimizer.step()
+
+
 def train_both(ours: nn.Module, theirs: nn.Module, a: Any, b: Any, seeds: Iterable[int] = (0,)) -> None:
     """Step both optimizers with the same gradients."""
     for seed in seeds:
