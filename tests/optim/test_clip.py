@@ -15,38 +15,27 @@ from tests.optim.devices import assert_models_equal, is_exact
 from tests.optim.test_dropin import give_grads, pair
 
 
-@pytest.mark.parametrize("max_norm", [0.0, 0.1, math.inf])
-def test_max_norm_is_clip_grad_norm(where: str, max_norm: float) -> None:
+@pytest.mark.parametrize(("max_norm", "size"), [(0.0, 1.0), (0.1, 1.0), (math.inf, 1.0), (1e-6, 1e-7)])
+def test_max_norm_is_clip_grad_norm(where: str, max_norm: float, size: float) -> None:
+    """Which adds a millionth to the norm, as tiny gradients show."""
     ours, theirs = pair(where)
-    a = flatbed.optim.Adam(ours.parameters(), lr=0.01, max_norm=max_norm)
-    b = optim.Adam(theirs.parameters(), lr=0.01, fused=True)
+    a = flatbed.optim.SGD(ours.parameters(), lr=0.01 / size, max_norm=max_norm)
+    b = optim.SGD(theirs.parameters(), lr=0.01 / size, fused=True)
     norms = []
     for step in range(3):
         give_grads(ours, theirs, seed=step)
+        for model in (ours, theirs):
+            torch._foreach_mul_([p.grad for p in model.parameters()], size)
         before = [p.grad.clone() for p in ours.parameters()]
         norm = nn.utils.clip_grad_norm_(theirs.parameters(), max_norm)
         a.step()
         b.step()
-        assert a.grad_norm is not None
         assert a.grad_norm.shape == ()
         torch.testing.assert_close(a.grad_norm, norm, rtol=0 if is_exact(where) else 1e-6, atol=0)
         assert all(map(torch.equal, before, (p.grad for p in ours.parameters())))  # they stay as they are
         norms.append(a.grad_norm)
     assert_models_equal(ours, theirs, where)
     assert len({float(norm) for norm in norms}) == 3  # a norm that was read does not change later
-
-
-def test_tiny_gradients_are_clipped_as_torch_does_it(where: str) -> None:
-    """Which adds a millionth to the norm."""
-    ours, theirs = pair(where)
-    a, b = flatbed.optim.SGD(ours.parameters(), lr=1e6, max_norm=1e-6), optim.SGD(theirs.parameters(), lr=1e6)
-    give_grads(ours, theirs)
-    for model in (ours, theirs):
-        torch._foreach_mul_([p.grad for p in model.parameters()], 1e-7)
-    nn.utils.clip_grad_norm_(theirs.parameters(), 1e-6)
-    a.step()
-    b.step()
-    assert_models_equal(ours, theirs, "tolerant")
 
 
 def test_small_parameters_between_large_ones_are_clipped_together() -> None:
@@ -173,12 +162,14 @@ def test_skip_nonfinite(where: str) -> None:
     assert float(optimizer.state[p]["step"]) == 4
 
 
-def test_unnamed_parameters_are_named_by_place() -> None:
-    model = build("mixed")
-    optimizer = flatbed.optim.Adam([{"params": [p]} for p in model.parameters()])
-    give_grads(model)
-    list(model.parameters())[4].grad.fill_(math.nan)
-    assert optimizer.nonfinite() == ["0 of group 4"]
+@pytest.mark.parametrize("kind", ["unnamed", "flat"])
+def test_names_of_nonfinite_gradients(where: str, kind: str) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).to(where)
+    groups: Any = [{"params": [p]} for p in model.parameters()]
+    optimizer = flatbed.optim.Adam(flatbed.FlatParams(model) if kind == "flat" else groups)
+    model(torch.ones(2, 3, device=where)).sum().backward()
+    model[1].bias.grad[0] = math.nan
+    assert optimizer.nonfinite() == ["1.bias" if kind == "flat" else "0 of group 3"]
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, from the interpreter

@@ -284,11 +284,3 @@ def test_steps_without_gradients_change_nothing(where: str) -> None:
     assert float(optimizer.grad_norm) == 0
     assert all(map(torch.equal, before, model.parameters()))
     assert float(optimizer.state[next(model.parameters())]["step"]) == 1
-
-
-def test_names_inside_flat_parameters(where: str) -> None:
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).to(where)
-    optimizer = flatbed.optim.Adam(flatbed.FlatParams(model))
-    model(torch.ones(2, 3, device=where)).sum().backward()
-    model[1].bias.grad[0] = float("nan")
-    assert optimizer.nonfinite() == ["1.bias"]
