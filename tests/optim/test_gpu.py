@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -15,22 +12,11 @@ from torch import nn, optim
 
 import flatbed
 from tests.cases import build, two_groups
+from tests.optim.devices import no_waiting
 from tests.optim.test_dropin import give_grads
 
 pytestmark = pytest.mark.gpu
 CUDA = "cuda"
-
-
-@contextmanager
-def no_waiting() -> Iterator[None]:
-    """Every wait for the GPU is an error."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that this is a prototype
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            yield
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
 
 def kernels_of(call: Any) -> list[str]:
@@ -329,34 +315,3 @@ def test_a_model_that_moves_to_the_gpu_takes_its_state_along() -> None:
         assert a.grad_norm.device == next(ours.parameters()).device
     for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize("fused", [None, True])
-def test_autocast_with_a_scaler_and_infs(fused: bool | None) -> None:
-    torch.manual_seed(0)
-    layers = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 8, 3))
-    ours = layers.to(CUDA, memory_format=torch.channels_last)  # type: ignore[call-overload]
-    theirs = copy.deepcopy(ours)
-    scalers = [torch.amp.GradScaler(CUDA, init_scale=2.0**14) for _ in range(2)]
-    a = flatbed.optim.SGD(ours.parameters(), lr=0.01, momentum=0.9, fused=fused, max_norm=1.0)
-    b = optim.SGD(theirs.parameters(), lr=0.01, momentum=0.9)
-    for step in range(6):
-        x = torch.randn(4, 3, 12, 12, device=CUDA, generator=torch.Generator(CUDA).manual_seed(step))
-        if step in (1, 3):
-            x[0, 0, 0, 0] = math.inf
-        for model, optimizer, scaler in ((ours, a, scalers[0]), (theirs, b, scalers[1])):
-            with torch.autocast(CUDA, dtype=torch.float16):
-                loss = model(x.contiguous(memory_format=torch.channels_last)).float().pow(2).mean()
-            scaler.scale(loss).backward()
-            if optimizer is b:
-                scaler.unscale_(b)
-                nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
-            with no_waiting() if optimizer is a and fused and step else nullcontext():
-                scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-    assert scalers[0].get_scale() == scalers[1].get_scale() == 2.0**12
-    assert int(a.skipped_steps) == (2 if fused else 0)
-    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
-        assert p.isfinite().all()
-        torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-5)
