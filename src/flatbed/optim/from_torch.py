@@ -223,8 +223,8 @@ class TorchRule:
         for i, (param, p) in enumerate(zip(params, at.params, strict=True)):
             if param.data_ptr() != p.data_ptr():
                 p.copy_(param.detach())
-            known = (*self.found.tensors, *self.found.numbers)
-            if more := [k for k, v in optimizer.state[param].items() if k not in known and v is not None]:
+            probed = {*self.found.tensors, *self.found.numbers}
+            if more := [k for k, v in optimizer.state[param].items() if k not in probed and v is not None]:
                 raise FlatbedError(
                     f"{self.kind.__name__} keeps state ({more[0]}) that it did not keep when from_torch "
                     f"probed it: an option was changed since; pass it to from_torch instead"

@@ -7,25 +7,24 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from flatbed.distributed.dense_shards import StateSharding, is_dtensor, local_of, on_several_meshes
+from flatbed.distributed.dense_shards import Sharding, StateSharding, is_dtensor, local_of, on_several_meshes
 from flatbed.distributed.peers import Peers
 from flatbed.distributed.ranks import ExchangeError, world_size
 from flatbed.errors import FlatbedError
 from flatbed.kernels import check_values_exist
 from flatbed.kernels.step import NORM, SKIPPED, StepOptions
 from flatbed.optim import options as checks
-from flatbed.optim.options import OF_NORM, OptimizerSpec, ParamsT, describe_for_ranks, named_params
+from flatbed.optim.options import OF_NORM, ParamsT, describe_for_ranks, named_params
 from flatbed.optim.plan import Plan, StepStats, build_plan, update_all
 from flatbed.optim.state import ROUNDS, build_state_dict, lacks_state, load_state_dict
 from flatbed.optim.table_step import OptimizerTables, check_table
-from flatbed.rule import Rule
+from flatbed.rule import Group, Rule
 from flatbed.tables.table import Table
 
 
@@ -98,15 +97,20 @@ class Optimizer(torch.optim.Optimizer):
             for _, p, number in params
             if (eager or (p.requires_grad and not p.is_meta))
             and not isinstance(p, Table)
-            and lacks_state(self._spec, self.param_groups[number], p, self.state.get(p, {}), copies_weights)
+            and lacks_state(self, self.param_groups[number], p, copies_weights=copies_weights)
         }
         if lacking:
             self._rebuild(early=lacking, copies_weights=copies_weights)
 
-    @cached_property
-    def _spec(self) -> OptimizerSpec:
-        kind, rule = type(self).__name__, self._rule
-        return OptimizerSpec(kind, rule, self._options, self.defaults, self._state_sharding)
+    def _sharding_of(self, param: Tensor) -> Sharding | None:
+        """Sharding of a DTensor, or of the state of a whole parameter."""
+        if self._state_sharding is None or is_dtensor(param):
+            return Sharding.of(param)
+        return self._state_sharding.shard(param)
+
+    def _row_scalars(self, group: Group) -> tuple[str, ...]:
+        """The scalars that a table of this group has in every record."""
+        return self._rule.scalars_of_rows(group, per_row_steps=self._options.per_row_steps)
 
     def _own_tables(self, first: int = 0) -> None:
         self._owns_tables = True
@@ -122,7 +126,7 @@ class Optimizer(torch.optim.Optimizer):
         # torch's decorator, which dynamo needs only while it traces, imports dynamo: a second at every start.
         inspect.unwrap(torch.optim.Optimizer.add_param_group)(self, param_group)
         try:
-            self._check_group(self.param_groups[n_before:], n_before)
+            self._check_group(self.param_groups[n_before], n_before)
             if self._owns_tables:  # otherwise the constructor compares all groups at once
                 self._check_ranks()
         except Exception as error:
@@ -141,19 +145,18 @@ class Optimizer(torch.optim.Optimizer):
             return
         params = [p for group in self.param_groups for p in group["params"]]
         if self._state_sharding is not None or any(map(is_dtensor, params)):
-            self._peers.agree(describe_for_ranks(self._spec, self.param_groups), failure)
+            self._peers.agree(describe_for_ranks(self), failure)
         elif failure is None and self._norm_group is None:
             self._peers.tell_whole(type(self).__name__, len(params))
         if self._norm_group is not None and failure is None:
             self._peers.agree_in(self._norm_group, {name: getattr(self._options, name) for name in OF_NORM})
 
-    def _check_group(self, added: list[dict[str, Any]], number: int) -> None:
-        for group in added:
-            checks.check_group(group)
-            checks.check_no_extras(self._options, group)
-        for name, param, _ in named_params(added, number):
+    def _check_group(self, group: dict[str, Any], number: int) -> None:
+        checks.check_group(group)
+        checks.check_no_extras(self._options, group)
+        for name, param, _ in named_params([group], number):
             if isinstance(param, Table):
-                check_table(self._spec, self, name, param, self.param_groups[number])
+                check_table(self, name, param, group)
                 continue
             checks.check_param(self._options, param, name)
             if self._rule.for_tables is not None:

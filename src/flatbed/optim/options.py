@@ -5,28 +5,25 @@ from __future__ import annotations
 import inspect
 import numbers
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, TypedDict
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from flatbed.distributed.dense_shards import (
-    Sharding,
-    StateSharding,
-    check_grad_kind,
-    check_sharding,
-    is_dtensor,
-)
+from flatbed.distributed.dense_shards import check_grad_kind, check_sharding
 from flatbed.distributed.peers import Described
 from flatbed.distributed.ranks import world_size
 from flatbed.errors import FlatbedError
 from flatbed.kernels.step import StepOptions
-from flatbed.rule import Group, Rule
+from flatbed.rule import Group
 from flatbed.tables.parameter import WeightView
 from flatbed.tables.table import Table
+
+if TYPE_CHECKING:
+    from flatbed.optim.optimizer import Optimizer
 
 Groups = list[dict[str, Any]]
 ParamsT = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]] | nn.Module
@@ -59,27 +56,6 @@ class Extras(TypedDict, total=False):
     """Shard the state across the ranks of DDP: True, or a process group, or a mesh of one dimension."""
 
 
-@dataclass(frozen=True, slots=True)
-class OptimizerSpec:
-    """An optimizer's class name, rule, options and default hyperparameters."""
-
-    name: str
-    rule: Rule
-    options: StepOptions
-    defaults: Group
-    state_sharding: StateSharding | None = None
-
-    def sharding_of(self, param: Tensor) -> Sharding | None:
-        """Sharding of a DTensor, or of the state of a whole parameter."""
-        if self.state_sharding is None or is_dtensor(param):
-            return Sharding.of(param)
-        return self.state_sharding.shard(param)
-
-    def row_scalars(self, group: Group) -> tuple[str, ...]:
-        """The scalars that a table of this group has in every record."""
-        return self.rule.scalars_of_rows(group, per_row_steps=self.options.per_row_steps)
-
-
 def named_params(groups: Sequence[Group], first: int = 0) -> Iterator[tuple[str, Tensor, int]]:
     """All parameters and tables with a name for messages and the number of their group."""
     for number, group in enumerate(groups, first):
@@ -88,21 +64,22 @@ def named_params(groups: Sequence[Group], first: int = 0) -> Iterator[tuple[str,
             yield (f"'{given[i]}'" if given else f"{i} of group {number}"), param, number
 
 
-def describe_for_ranks(spec: OptimizerSpec, groups: Sequence[Group]) -> list[Described]:
+def describe_for_ranks(optimizer: Optimizer) -> list[Described]:
     """Parameters and options as ranks that share DTensors compare them.
 
     Whole parameters may differ between ranks, unless their gradients are part of a norm.
     """
-    found = [Described("the class of the optimizer", spec.name)]
-    found += [Described(name, repr(value)) for name, value in asdict(spec.options).items()]
+    groups, options = optimizer.param_groups, optimizer._options
+    found = [Described("the class of the optimizer", type(optimizer).__name__)]
+    found += [Described(name, repr(value)) for name, value in asdict(options).items()]
     for number, group in enumerate(groups):
         for name, value in group.items():
             on_gpu = isinstance(value, Tensor) and value.device.type != "cpu"  # reading it would wait
             if name not in ("params", "param_names") and not on_gpu:
                 found.append(Described(f"{name} of group {number}", repr(value)))
     for name, param, _ in named_params(groups):
-        sharding = None if isinstance(param, Table) else spec.sharding_of(param)
-        if sharding is not None or spec.options.needs_norm:
+        sharding = None if isinstance(param, Table) else optimizer._sharding_of(param)
+        if sharding is not None or options.needs_norm:
             kind = f"{tuple(param.shape)} {param.dtype}"
             kind += f" placed {sharding.placements}" if sharding is not None else ""
             kind += "" if param.requires_grad else ", requires_grad=False"

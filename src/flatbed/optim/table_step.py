@@ -17,7 +17,7 @@ from flatbed.distributed.ranks import world_size
 from flatbed.errors import FlatbedError
 from flatbed.kernels import RecordLocation, use_triton
 from flatbed.kernels.step import SKIP, STEPS, Scaling, StepOptions, Update, begin_step, update_rows
-from flatbed.optim.options import LOW, OptimizerSpec, named_params
+from flatbed.optim.options import LOW, named_params
 from flatbed.rule import Group, Rule
 from flatbed.tables.grads import RowGrads, compacted
 from flatbed.tables.record import Field
@@ -168,19 +168,19 @@ def _update_in_chunks(owned: OwnedTable, pack: RowGrads, update: Update, seeds: 
         value.fill_(after[name])
 
 
-def state_fields(spec: OptimizerSpec, group: Group, table: Table) -> tuple[Field, ...]:
+def state_fields(owner: Optimizer, group: Group, table: Table) -> tuple[Field, ...]:
     """The fields of a record besides the weight."""
-    rule, config = spec.rule, table._store.config
+    rule, config = owner._rule, table._store.config
     dtype = torch.promote_types(config.dtype, torch.float32)
     count = 1 if rule.rowwise else config.dim
     kinds: dict[str, tuple[torch.dtype, int]] = dict.fromkeys(rule.state_names(group), (dtype, count))
-    kinds |= dict.fromkeys(spec.row_scalars(group), (torch.float32, 1))
+    kinds |= dict.fromkeys(owner._row_scalars(group), (torch.float32, 1))
     return tuple(Field(name, *kind, float(rule.first_value(group, name))) for name, kind in kinds.items())
 
 
-def check_table(spec: OptimizerSpec, owner: Any, name: str, table: Table, group: Group) -> None:
+def check_table(owner: Optimizer, name: str, table: Table, group: Group) -> None:
     """Raise if a table cannot be trained with these options, or holds state of another optimizer."""
-    options, dtype = spec.options, table._store.config.dtype
+    options, dtype, kind = owner._options, table._store.config.dtype, type(owner).__name__
     wide = torch.promote_types(dtype, torch.float32)
     is_low, is_half = dtype in LOW, dtype == torch.float16
     for is_wrong, option, reason in (
@@ -191,19 +191,19 @@ def check_table(spec: OptimizerSpec, owner: Any, name: str, table: Table, group:
     ):
         if is_wrong:
             raise ValueError(f"{option} is not for table {name} of {dtype}: {reason}")
-    table._check_attach(owner, state_fields(spec, group, table))
-    expected = set(spec.rule.shown_scalars) - set(spec.row_scalars(group))
+    table._check_attach(owner, state_fields(owner, group, table))
+    expected = set(owner._rule.shown_scalars) - set(owner._row_scalars(group))
     known = {scalar for scalar in table._store.scalars if not scalar.startswith("_")}
     if not table._store.state_owned and known and known != expected:
         raise FlatbedError(
-            f"table {name} holds state of another optimizer than {spec.name}: its scalars are "
+            f"table {name} holds state of another optimizer than {kind}: its scalars are "
             f"{sorted(known)}, expected {sorted(expected)}. Give it to the optimizer it was trained with, or "
             f"call table.drop_state() first to start again"
         )
     trained_by = table._store.optimizer
-    if not table._store.state_owned and trained_by not in (None, spec.name):
+    if not table._store.state_owned and trained_by not in (None, kind):
         warnings.warn(
-            f"table {name} holds the state of {trained_by}, and {spec.name} goes on with it: build "
+            f"table {name} holds the state of {trained_by}, and {kind} goes on with it: build "
             f"{trained_by}, or call table.drop_state() first, if that is not meant",
             stacklevel=4,
         )
@@ -222,17 +222,16 @@ class OptimizerTables:
 
     def add(self, owner: Optimizer, name: str, table: Table, number: int) -> None:
         """Make the optimizer own a table. State and scalars from a file or a copy are continued."""
-        spec, group, store = owner._spec, owner.param_groups[number], table._store
-        rule = spec.rule
-        owned = OwnedTable(name, table, number, spec.row_scalars(group))
+        rule, group, store = owner._rule, owner.param_groups[number], table._store
+        owned = OwnedTable(name, table, number, owner._row_scalars(group))
         remembered = {} if store.state_owned else dict(store.scalars)
         # State from elsewhere has been through a step.
         has_state = not store.state_owned and bool(store.record.state)
         stepped = bool(remembered) if rule.shown_scalars else has_state
-        table._attach(owner, state_fields(spec, group, table))
+        table._attach(owner, state_fields(owner, group, table))
         hidden = dict.fromkeys(rule.hidden_scalars, 1.0) if stepped else {}
         shown = {name: value for name, value in owner.state.get(table, {}).items() if value is not None}
-        store.scalars, store.optimizer = hidden | remembered | shown, spec.name
+        store.scalars, store.optimizer = hidden | remembered | shown, type(owner).__name__
         self.owned.append(owned)
         self.publish(owner, owned)
 
@@ -263,8 +262,6 @@ class OptimizerTables:
         """Follow edits of the groups: a table that is in none of them is no longer trained."""
         params = named_params(owner.param_groups)
         found = {id(table): number for _, table, number in params if isinstance(table, Table)}
-        if found.keys() - {id(owned.table) for owned in self.owned}:
-            raise FlatbedError("a table was put into a param group by hand: use optimizer.add_param_group")
         self.owned = [owned for owned in self.owned if id(owned.table) in found]
         for owned in self.owned:
             owned.group = found[id(owned.table)]
