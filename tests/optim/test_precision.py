@@ -13,7 +13,7 @@ from torch import Tensor, nn, optim
 import flatbed
 from tests.cases import build
 from tests.optim.devices import assert_equal
-from tests.optim.test_dropin import give_grads, steps, train_both
+from tests.optim.test_dropin import give_grads, train_both
 
 LOW = [torch.bfloat16, torch.float16]
 
@@ -70,23 +70,6 @@ def test_fp32_parameters_need_no_master(where: str) -> None:
     give_grads(model)
     optimizer.step()
     assert list(optimizer.state[next(model.parameters())]) == ["step", "exp_avg", "exp_avg_sq"]
-
-
-@pytest.mark.parametrize(
-    "options", [{"master_weights": True}, {"ema_decay": 0.9}, {"state_dtype": torch.bfloat16}]
-)
-def test_extras_are_saved_and_restored(where: str, options: dict[str, Any]) -> None:
-    models = [build("mixed", where).to(low(where)) for _ in range(2)]
-    optimizer = flatbed.optim.Adam(models[0].parameters(), lr=0.01, **options)
-    steps(models[0], optimizer, range(2))
-    models[1].load_state_dict(models[0].state_dict())
-    again = flatbed.optim.Adam(models[1].parameters(), lr=0.01, **options)
-    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    train_both(*models, optimizer, again, range(2, 4))
-    for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
-        assert torch.equal(p, q)
-        for key, value in optimizer.state[p].items():
-            assert torch.equal(value, again.state[q][key]), key
 
 
 @pytest.mark.parametrize("state_dtype", [torch.bfloat16, torch.float32, torch.float64])
@@ -216,17 +199,6 @@ def test_state_in_bf16_still_moves(where: str) -> None:
         optimizer.step()
     mean = float(optimizer.state[p]["exp_avg_sq"].float().mean())
     assert mean == pytest.approx(0.999**30, abs=0.01)
-
-
-def test_rounding_by_chance_is_resumed(where: str) -> None:
-    options: dict[str, Any] = {"lr": 0.01, "stochastic_rounding": True}
-    models = [build("mixed", where).bfloat16() for _ in range(2)]
-    straight, resumed = (flatbed.optim.SGD(model.parameters(), **options) for model in models)
-    steps(models[0], straight, range(3))
-    models[1].load_state_dict(models[0].state_dict())
-    resumed.load_state_dict(copy.deepcopy(straight.state_dict()))
-    train_both(*models, straight, resumed, range(3, 6))
-    assert all(map(torch.equal, *(model.parameters() for model in models)))
 
 
 def test_small_gradients_survive_unscaling(where: str) -> None:

@@ -17,7 +17,7 @@ import flatbed
 from tests.cases import build
 from tests.optim.devices import assert_equal, assert_models_equal, is_exact
 from tests.optim.optimizers import CASES, Case
-from tests.optim.test_dropin import adam_pair, give_grads, steps
+from tests.optim.test_dropin import adam_pair, give_grads, steps, train_both
 from tests.optim.test_precision import low
 
 TORCH = [getattr(optim, name, None) for name in flatbed.optim.__all__]
@@ -81,19 +81,47 @@ def test_momentum_before_the_first_step_is_resumed(where: str, why: str) -> None
     assert_models_equal(models[1], models[0], where)
 
 
-def test_a_saved_file_loads_with_weights_only(where: str, tmp_path: Path) -> None:
-    model = build("mixed", where)
-    optimizer = flatbed.optim.AdamW(model.named_parameters(), lr=0.01)
-    steps(model, optimizer, range(2))
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "run.pt")
-    steps(model, optimizer, range(2, 4))
-    resumed = build("mixed", where)
-    again = flatbed.optim.AdamW(resumed.named_parameters(), lr=0.01)
-    saved = torch.load(tmp_path / "run.pt", weights_only=True)
-    resumed.load_state_dict(saved["model"])
-    again.load_state_dict(saved["optimizer"])
-    steps(resumed, again, range(2, 4))
-    assert all(map(torch.equal, resumed.parameters(), model.parameters()))
+def carry_over(way: str, models: list[nn.Module], optimizers: list[Any], folder: Path) -> None:
+    """Load the first model and its optimizer into the second ones."""
+    from torch.distributed.checkpoint import state_dict as dcp
+
+    models[1].load_state_dict(models[0].state_dict())
+    if way == "memory":
+        optimizers[1].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
+    elif way == "file":
+        torch.save(optimizers[0].state_dict(), folder / "run.pt")
+        optimizers[1].load_state_dict(torch.load(folder / "run.pt", weights_only=True))
+    else:  # which keeps groups and state alone
+        options = dcp.StateDictOptions(flatten_optimizer_state_dict=way == "flat distributed checkpoint")
+        saved = copy.deepcopy(dcp.get_optimizer_state_dict(models[0], optimizers[0], options=options))
+        dcp.set_optimizer_state_dict(models[1], optimizers[1], saved, options=options)
+
+
+@pytest.mark.parametrize(
+    ("way", "options"),
+    [
+        ("file", {}),
+        ("memory", {"master_weights": True}),
+        ("memory", {"ema_decay": 0.9}),
+        ("memory", {"stochastic_rounding": True}),
+        ("file", {"state_dtype": torch.bfloat16}),
+        ("distributed checkpoint", {"state_dtype": torch.bfloat16}),
+        ("flat distributed checkpoint", {"state_dtype": torch.bfloat16}),
+    ],
+)
+def test_training_is_resumed_to_the_same_bits(
+    where: str, way: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    dtype = torch.bfloat16 if "stochastic_rounding" in options else low(where)
+    models = [build("mixed", where).to(dtype) for _ in range(2)]
+    optimizers = [flatbed.optim.Adam(model.named_parameters(), lr=0.01, **options) for model in models]
+    steps(models[0], optimizers[0], range(3))
+    carry_over(way, models, optimizers, tmp_path)
+    train_both(models[0], models[1], optimizers[0], optimizers[1], range(3, 6))
+    for p, q in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(p, q)
+        for key, value in optimizers[0].state[p].items():
+            assert torch.equal(value, optimizers[1].state[q][key]), key
 
 
 def pickled(value: Any, file: io.BytesIO) -> None:
@@ -147,23 +175,6 @@ def test_tables_go_through_distributed_checkpoints() -> None:
     for key, state in optimizers[0].state_dict()["state"].items():
         for name, value in state.items():
             assert torch.equal(value, optimizers[1].state_dict()["state"][key][name])
-
-
-@pytest.mark.parametrize("flat", [False, True])
-def test_rounding_is_resumed_through_distributed_checkpoints(where: str, flat: bool) -> None:
-    """`torch.distributed.checkpoint` keeps groups and state alone."""
-    from torch.distributed.checkpoint import state_dict as dcp
-
-    options = dcp.StateDictOptions(flatten_optimizer_state_dict=flat)
-    models = [build("tied", where) for _ in range(2)]
-    optimizers = [flatbed.optim.Adam(m.parameters(), lr=0.01, state_dtype=torch.bfloat16) for m in models]
-    steps(models[0], optimizers[0], range(3))
-    saved = copy.deepcopy(dcp.get_optimizer_state_dict(models[0], optimizers[0], options=options))
-    models[1].load_state_dict(models[0].state_dict())
-    dcp.set_optimizer_state_dict(models[1], optimizers[1], saved, options=options)
-    for model, optimizer in zip(models, optimizers, strict=True):
-        steps(model, optimizer, range(3, 6))
-    assert all(map(torch.equal, *(model.parameters() for model in models)))
 
 
 @pytest.mark.parametrize(
