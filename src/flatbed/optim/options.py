@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from flatbed.distributed.dense_shards import check_grad_kind, check_sharding
 from flatbed.distributed.peers import Described
@@ -210,10 +209,10 @@ def is_fsdp_shard(param: Tensor) -> bool:
 
 def check_grad(param: Tensor, grad: Tensor, name: str) -> None:
     """Raise for gradients that no step can use."""
-    if param.is_meta or isinstance(param, FakeTensor):
+    if param.is_meta:
         raise FlatbedError(
-            f"parameter {name} is a {'meta' if param.is_meta else 'fake'} tensor without values: materialize "
-            f"the model first. To estimate memory, step torch's optimizer of the same name"
+            f"parameter {name} is a meta tensor without values: materialize the model first. To estimate "
+            f"memory, step torch's optimizer of the same name"
         )
     if grad.layout != torch.strided:
         raise FlatbedError(

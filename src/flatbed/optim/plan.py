@@ -149,6 +149,7 @@ class Plan:
         self.counters = version_counters(self.owners)
         self._whole = [owner for owner in self.owners if not is_dtensor(owner)]
         self._sharded = [owner for owner in self.owners if is_dtensor(owner)]
+        self.has_dtensors = bool(self._sharded)
         self.has_several_meshes = on_several_meshes(self.owners)
         self._has_state_shards = any(slot.own_rows is not None for slot in slots)
         self.pieces = self._plan_pieces()
@@ -169,11 +170,6 @@ class Plan:
 
     def _plan_pieces(self) -> list[Piece]:
         return plan_pieces([(s.owner, s.sharding) for s in self.slots if s.own_rows is not None])
-
-    @property
-    def has_dtensors(self) -> bool:
-        """Tell if some parameters are sharded."""
-        return bool(self._sharded)
 
     def fingerprint(self, groups: Groups, state: dict[Any, Any]) -> list[Any]:
         """The present groups, state and parameters, as far as a step depends on them.
