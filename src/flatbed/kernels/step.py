@@ -336,24 +336,21 @@ class TorchStepper:
         self._grads = grads
 
     def squares(self, options: StepOptions) -> dict[int, Tensor]:
+        measured = self._grads if self.whole_grads is None else self.whole_grads
         found = {}
         for norm_class in self._norm_classes:
-            self._norm = self._norm_of(norm_class)  # of all gradients, unless there are several classes
+            grads: dict[torch.dtype, list[Tensor]] = {}
+            for slot, g in zip(self.slots, measured, strict=True):
+                if g is not None and slot.norm_class == norm_class:
+                    grads.setdefault(g.dtype, []).append(g)
+            norms = [torch.zeros((), device=self.device)] if not grads else []
+            for dtype, held in grads.items():
+                wide = torch.promote_types(dtype, torch.float32)  # not rounded to the gradients' dtype
+                norms += torch._foreach_norm(held, 2.0, dtype=wide)
+            # That of all gradients, unless there are several classes.
+            self._norm = torch.linalg.vector_norm(torch.stack(norms))
             found[norm_class] = self._norm.double().square().reshape(1)
         return found
-
-    def _norm_of(self, norm_class: int) -> Tensor:
-        grads: dict[torch.dtype, list[Tensor]] = {}
-        measured = self._grads if self.whole_grads is None else self.whole_grads
-        for slot, g in zip(self.slots, measured, strict=True):
-            if g is not None and slot.norm_class == norm_class:
-                grads.setdefault(g.dtype, []).append(g)
-        norms = [torch.zeros((), device=self.device)] if not grads else []
-        for dtype, held in grads.items():
-            wide = torch.promote_types(dtype, torch.float32)  # a norm is not rounded to the gradients' dtype
-            norms += torch._foreach_norm(held, 2.0, dtype=wide)
-        norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
-        return norm
 
     def update(self, options: StepOptions, scaling: Scaling | None, squares: Tensor | None) -> None:
         norm = self._norm if squares is None else squares.sum().sqrt().float()
