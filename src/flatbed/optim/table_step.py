@@ -310,17 +310,17 @@ class OptimizerTables:
         """Raise if the norm would differ between ranks: a table that is no replica has its own gradient."""
         if not owner._options.needs_norm:
             return
-        local = [owned.name for owned in self.owned if not owned.table.replicate]
+        local = [f"{owned.name} (replicate=False)" for owned in self.owned if not owned.table.replicate]
         found = local if len(local) < len(self.owned) else []
         for owned in self.owned if owner._norm_group is None else ():
             shards = owned.table._shards
             if shards is not None and shards.n_ranks < world_size():
-                found.append(owned.name)
+                found.append(f"{owned.name} ({shards.n_ranks} of {world_size()} ranks share it)")
         if found:
             raise FlatbedError(
-                f"max_norm and skip_nonfinite with table {found[0]} (replicate=False, or sharded among some "
-                f"ranks): the norm would differ between ranks, and with it the replicas. Give the table an "
-                f"optimizer of its own, shard it among all ranks, or pass norm_group="
+                f"max_norm and skip_nonfinite with table {found[0]}: the norm would differ between ranks, "
+                f"and with it the replicas. Give the table an optimizer of its own, shard it among all "
+                f"ranks, or pass norm_group= with the ranks that hold other parameters"
             )
 
     def _current_steppers(self, owner: Optimizer) -> list[TableStepper]:
