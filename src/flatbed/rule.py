@@ -14,6 +14,7 @@ Group = Mapping[str, Any]
 Scalars = tuple[float, ...]
 """State that is one number per parameter, such as the step count."""
 
+# The room in the kernels' tables.
 MAX_STATES = 4  # tensors of state per parameter
 MAX_SCALARS = 2
 MAX_COEFFICIENTS = 8  # hyperparameters that `prepare` reads, and coefficients that it hands to `update`
@@ -83,18 +84,6 @@ class Rule:
 
     handles_maximize: bool = False
     """True if `reference` handles `maximize`."""
-
-    def __post_init__(self) -> None:
-        """Raise here, not on a GPU, for what the kernels' tables have no room for."""
-        if self.update is None:
-            return
-        for what, count, most in (
-            ("tensors of state", len(self.state), MAX_STATES),
-            ("scalars", len(self.scalars), MAX_SCALARS),
-            ("hyperparameters", len(self.hyperparameters), MAX_COEFFICIENTS),
-        ):
-            if count > most:
-                raise ValueError(f"a rule may have {most} {what}; found {count}")
 
     def has(self, group: Group) -> int:
         """Which tensors of state a group's parameters have, as bits."""

@@ -1,8 +1,11 @@
-"""Equality for each of the places where a step runs."""
+"""Equality for each of the places where a step runs; waits for the GPU."""
 
 from __future__ import annotations
 
 import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -27,3 +30,15 @@ def assert_equal(ours: Tensor, theirs: Tensor, where: str, message: str = "") ->
 def assert_models_equal(ours: nn.Module, theirs: nn.Module, where: str) -> None:
     for (name, p), q in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         assert_equal(p.detach(), q.detach(), where, name)
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """Every wait for the GPU is an error."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that this is a prototype
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")

@@ -35,6 +35,13 @@ def give_grads(*models: nn.Module, seed: int = 0, skip: tuple[int, ...] = ()) ->
             p.grad = None if i in skip else grad
 
 
+def steps(model: nn.Module, optimizer: Any, seeds: Iterable[int]) -> None:
+    """Step one optimizer with these gradients."""
+    for seed in seeds:
+        give_grads(model, seed=seed)
+        optimizer.step()
+
+
 def train_both(ours: nn.Module, theirs: nn.Module, a: Any, b: Any, seeds: Iterable[int] = (0,)) -> None:
     """Step both optimizers with the same gradients."""
     for seed in seeds:
@@ -70,28 +77,22 @@ def test_closure(where: str) -> None:
     assert_models_equal(ours, theirs, where)
 
 
-def test_hooks_run_in_torchs_order() -> None:
+def test_hooks_run_in_torchs_order_and_the_profiler_names_the_step() -> None:
     model = build("mixed")
     optimizer = flatbed.optim.Adam(model.parameters())
     seen: list[str] = []
+    give_grads(model)
+    with torch.profiler.profile(acc_events=True) as profiler:
+        optimizer.step()
+    assert any("Optimizer.step#Adam.step" in event.key for event in profiler.key_averages())
     optimizer.register_step_pre_hook(lambda o, args, kwargs: seen.append("before"))
     optimizer.register_step_post_hook(lambda o, args, kwargs: seen.append("after"))
     handle = register_optimizer_step_post_hook(lambda o, args, kwargs: seen.append("global"))
-    give_grads(model)
     try:
         optimizer.step()
     finally:
         handle.remove()
     assert seen == ["before", "after", "global"]
-
-
-def test_profiler_names_the_step() -> None:
-    model = build("mixed")
-    optimizer = flatbed.optim.Adam(model.parameters())
-    give_grads(model)
-    with torch.profiler.profile(acc_events=True) as profiler:
-        optimizer.step()
-    assert any("Optimizer.step#Adam.step" in event.key for event in profiler.key_averages())
 
 
 SCHEDULERS: list[tuple[type[Any], dict[str, Any]]] = [
@@ -166,31 +167,17 @@ def test_parameters_come_and_go(where: str, model: str) -> None:
         assert float(a.state[p]["step"]) == float(b.state[q]["step"])
 
 
-def test_groups_that_differ_in_state_and_sign(where: str) -> None:
-    ours, theirs = pair(where, "mixed")
-    first = {"amsgrad": True, "maximize": True}
-    (a, b) = (
-        kind([{"params": ps[:3], **first}, {"params": ps[3:]}], lr=0.01, **more)
-        for kind, ps, more in (
-            (flatbed.optim.Adam, list(ours.parameters()), {}),
-            (optim.Adam, list(theirs.parameters()), {"fused": True}),
-        )
-    )
-    train_both(ours, theirs, a, b, range(3))
-    assert_models_equal(ours, theirs, where)
-
-
-def test_add_param_group_in_mid_training(where: str) -> None:
+def test_groups_that_differ_in_state_and_sign_and_come_late(where: str) -> None:
     ours, theirs = pair(where)
-    a, b = (
-        kind(list(m.parameters())[:2], lr=0.01, **more)
-        for kind, m, more in ((flatbed.optim.Adam, ours, {}), (optim.Adam, theirs, {"fused": True}))
-    )
-    for step in range(4):
-        if step == 2:
-            a.add_param_group({"params": list(ours.parameters())[2:], "lr": 0.1})
-            b.add_param_group({"params": list(theirs.parameters())[2:], "lr": 0.1})
-        train_both(ours, theirs, a, b, [step])
+    optimizers = []
+    for kind, model, more in ((flatbed.optim.Adam, ours, {}), (optim.Adam, theirs, {"fused": True})):
+        first, second = list(model.parameters())[:3], list(model.parameters())[3:5]
+        groups = [{"params": first, "amsgrad": True, "maximize": True}, {"params": second}]
+        optimizers.append(kind(groups, lr=0.01, **more))
+    train_both(ours, theirs, *optimizers, range(2))
+    for model, optimizer in zip((ours, theirs), optimizers, strict=True):
+        optimizer.add_param_group({"params": list(model.parameters())[5:], "lr": 0.1})
+    train_both(ours, theirs, *optimizers, range(2, 4))
     assert_models_equal(ours, theirs, where)
 
 
@@ -241,56 +228,32 @@ def test_surgery_on_parameters_and_state(where: str) -> None:
     assert_equal(results[0], results[1], where)
 
 
-@pytest.mark.parametrize("kind", ["contiguous", "expanded", "sliced", "shared", "misaligned"])
+KINDS = ["contiguous", "expanded", "sliced", "shared", "misaligned", "parameter with holes"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_gradients_that_lie_otherwise(where: str, kind: str) -> None:
     """A gradient may have other strides and another alignment than its parameter."""
     torch.manual_seed(0)
     shape = (4, 6, 3, 5)
     values = torch.randn(shape).to(where).to(memory_format=torch.channels_last)
-    ours, theirs = nn.Parameter(values.clone()), nn.Parameter(values.clone())
     big = torch.randn(4, 6, 3, 11, device=where)
-    memory = torch.randn(ours.numel() + 1, device=where)
+    memory = torch.randn(values.numel() + 1, device=where)
+    has_holes = kind == "parameter with holes"
+    ours, theirs = (nn.Parameter(big.clone()[..., 1::2] if has_holes else values.clone()) for _ in range(2))
     grad = {
-        "contiguous": torch.randn(shape, device=where),
         "expanded": torch.randn(4, 1, 3, 1, device=where).expand(shape),
         "sliced": big[..., 1::2],
         "shared": big[..., :5],
-        "misaligned": memory[1:].as_strided(shape, ours.stride()),
-    }[kind]
-    assert_same_steps(ours, theirs, [grad] * 3, where)
-
-
-def test_parameters_with_holes(where: str) -> None:
-    base = torch.randn(6, 10).to(where)
-    ours, theirs = (nn.Parameter(base.clone()[:, ::2]) for _ in range(2))
-    assert_same_steps(ours, theirs, [torch.randn(6, 5, device=where) for _ in range(3)], where, tolerant=True)
-
-
-def assert_same_steps(
-    ours: Tensor, theirs: Tensor, grads: list[Tensor], where: str, *, tolerant: bool = False
-) -> None:
-    # The reference gets its gradient in order: torch's fused CPU kernel ignores strides.
-    a, b = flatbed.optim.Adam([ours], lr=0.1), optim.Adam([theirs], lr=0.1, fused=not tolerant)
-    for grad in grads:
+        "misaligned": memory[1:].as_strided(shape, values.stride()),
+    }.get(kind, torch.randn(shape, device=where))
+    a, b = flatbed.optim.Adam([ours], lr=0.1), optim.Adam([theirs], lr=0.1, fused=not has_holes)
+    for _ in range(3):
+        # The reference gets its gradient in order: torch's fused CPU kernel ignores strides.
         ours.grad, theirs.grad = grad, torch.empty_like(theirs).copy_(grad)
         a.step()
         b.step()
-    assert_equal(ours.detach(), theirs.detach(), "tolerant" if tolerant else where)
-
-
-@pytest.mark.parametrize("grads", ["follow", "bound"])
-def test_flat_params(where: str, grads: Any) -> None:
-    ours, theirs = pair(where, "conv")
-    flat = flatbed.FlatParams(ours, grads=grads)
-    a = flatbed.optim.AdamW(flat, lr=0.01)
-    b = optim.AdamW(theirs.parameters(), lr=0.01, fused=True)
-    for x in batches(4, where):
-        for model, optimizer in ((ours, a), (theirs, b)):
-            loss_of(model, x).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    assert flat.is_valid()
-    assert_models_equal(ours, theirs, "tolerant")  # torch computes the end of a tensor in another way
+    assert_equal(ours.detach(), theirs.detach(), "tolerant" if has_holes else where)
 
 
 @pytest.mark.parametrize("grads", ["follow", "bound"])
@@ -298,7 +261,8 @@ def test_flat_params_of_whole_vectors_have_torchs_bits(where: str, grads: Any) -
     """Sizes are multiples of 16: torch computes what is left over at the end of a tensor in another way."""
     ours = nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), nn.Linear(32, 16)).to(where)
     theirs = copy.deepcopy(ours)
-    a = flatbed.optim.AdamW(flatbed.FlatParams(ours, grads=grads), lr=0.01)
+    flat = flatbed.FlatParams(ours, grads=grads)
+    a = flatbed.optim.AdamW(flat, lr=0.01)
     b = optim.AdamW(theirs.parameters(), lr=0.01, fused=True)
     for _ in range(20):
         x = torch.randn(8, 16, device=where)
@@ -306,6 +270,7 @@ def test_flat_params_of_whole_vectors_have_torchs_bits(where: str, grads: Any) -
             model(x).square().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
+    assert flat.is_valid()
     assert_models_equal(ours, theirs, where if where == "cpu" else "tolerant")
 
 
@@ -337,10 +302,7 @@ def test_copies_train_on_by_themselves(where: str, copied: Callable[[Any], Any])
     give_grads(model)
     optimizer.step()
     twin, twin_optimizer = copied((model, optimizer))
-    for step in range(2):
-        give_grads(model, twin, seed=step)
-        optimizer.step()
-        twin_optimizer.step()
+    train_both(model, twin, optimizer, twin_optimizer, range(2))
     assert_models_equal(twin, model, where)
     assert float(twin_optimizer.grad_norm) > 1
     assert optimizer.state[next(model.parameters())] is not twin_optimizer.state[next(twin.parameters())]

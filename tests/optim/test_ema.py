@@ -9,7 +9,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import flatbed
 from tests.cases import build
 from tests.optim.devices import assert_models_equal
-from tests.optim.test_dropin import give_grads
+from tests.optim.test_dropin import give_grads, steps
 
 
 def test_the_average_is_torchs(where: str) -> None:
@@ -53,20 +53,15 @@ def test_averages_of_low_precision_are_kept_in_fp32(where: str) -> None:
     assert all(map(torch.equal, masters, (optimizer.state[p]["master_weight"] for p in model.parameters())))
 
 
-def test_misuse_is_refused(where: str) -> None:
+def test_an_error_in_the_context_puts_the_weights_back(where: str) -> None:
     model = build("mixed", where)
     optimizer = flatbed.optim.Adam(model.parameters(), ema_decay=0.9)
-    give_grads(model)
-    optimizer.step()
-    with optimizer.ema_weights():
-        with pytest.raises(flatbed.FlatbedError, match="step outside"):
-            optimizer.step()
-        with pytest.raises(flatbed.FlatbedError, match="already"), optimizer.ema_weights():
-            pass
+    steps(model, optimizer, range(1))
     before = [p.clone() for p in model.parameters()]
-    with pytest.raises(RuntimeError, match="evaluation failed"), optimizer.ema_weights():
-        raise RuntimeError("evaluation failed")
-    assert all(map(torch.equal, before, model.parameters()))
-    plain = flatbed.optim.Adam(model.parameters())
-    with pytest.raises(flatbed.FlatbedError, match="ema_decay"), plain.ema_weights():
+    with (
+        pytest.raises(flatbed.FlatbedError, match="already"),
+        optimizer.ema_weights(),
+        optimizer.ema_weights(),
+    ):
         pass
+    assert all(map(torch.equal, before, model.parameters()))

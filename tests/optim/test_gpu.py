@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -14,23 +11,12 @@ import torch
 from torch import nn, optim
 
 import flatbed
-from tests.cases import batches, build, loss_of, two_groups
+from tests.cases import build, two_groups
+from tests.optim.devices import no_waiting
 from tests.optim.test_dropin import give_grads
 
 pytestmark = pytest.mark.gpu
 CUDA = "cuda"
-
-
-@contextmanager
-def no_waiting() -> Iterator[None]:
-    """Every wait for the GPU is an error."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that this is a prototype
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            yield
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
 
 def kernels_of(call: Any) -> list[str]:
@@ -50,8 +36,14 @@ def kernels_of(call: Any) -> list[str]:
 
 def small_model() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(7, 300), nn.ReLU(), nn.Linear(300, 40), nn.ReLU(), nn.Linear(40, 3)).to(
-        CUDA
+    layers = nn.Linear(7, 300), nn.ReLU(), nn.Linear(300, 40), nn.ReLU(), nn.Linear(40, 3)
+    return nn.Sequential(*layers).to(CUDA)
+
+
+def adam_pair(ours: nn.Module, theirs: nn.Module) -> tuple[Any, Any]:
+    return (
+        flatbed.optim.Adam(ours.parameters(), lr=0.01, max_norm=1.0),
+        optim.Adam(theirs.parameters(), lr=0.01),
     )
 
 
@@ -188,42 +180,6 @@ def test_writes_before_a_capture_reach_the_masters() -> None:
     assert (optimizer.state[p]["master_weight"] == 2 - 2.0**-12).all()
 
 
-def test_a_captured_training_step() -> None:
-    """Forward, backward, clipping, step and zero_grad in one graph."""
-    ours, theirs = small_model(), small_model()
-    a = flatbed.optim.Adam(ours.parameters(), lr=0.01, max_norm=0.5)
-    b = optim.Adam(theirs.parameters(), lr=0.01, fused=True)
-    x = torch.randn(4, 7, device=CUDA)
-    data = batches(8, CUDA)
-
-    def train() -> None:
-        a.zero_grad()
-        loss_of(ours, x).backward()
-        a.step()
-
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for i in range(3):
-            x.copy_(data[i])
-            train()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    a.zero_grad()
-    with torch.cuda.graph(graph):
-        train()
-    for i in range(3, 8):
-        x.copy_(data[i])
-        graph.replay()
-    for i in range(8):
-        b.zero_grad()
-        loss_of(theirs, data[i]).backward()
-        nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
-        b.step()
-    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 def test_state_is_not_made_inside_a_graph() -> None:
     model = small_model()
@@ -262,33 +218,10 @@ def test_graphs_survive_what_happens_to_the_optimizer() -> None:
         torch.testing.assert_close(p, q - 0.5 * grad)
 
 
-@pytest.mark.filterwarnings("ignore")  # torch's own
-def test_a_compiled_model() -> None:
-    ours, theirs = small_model(), small_model()
-    a, b = (
-        flatbed.optim.Adam(ours.parameters(), lr=0.01, max_norm=1.0),
-        optim.Adam(theirs.parameters(), lr=0.01),
-    )
-    compiled = torch.compile(ours)
-    for x in batches(4, CUDA):
-        loss_of(compiled, x).backward()
-        a.step()
-        a.zero_grad()
-        loss_of(theirs, x).backward()
-        nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
-        b.step()
-        b.zero_grad()
-    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-4)
-
-
 def test_steps_on_two_streams() -> None:
     """Each step on the stream that is current; tables are rebuilt while the other stream may still read."""
     ours, theirs = small_model(), small_model()
-    a, b = (
-        flatbed.optim.Adam(ours.parameters(), lr=0.01, max_norm=1.0),
-        optim.Adam(theirs.parameters(), lr=0.01),
-    )
+    a, b = adam_pair(ours, theirs)
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
     previous = torch.cuda.current_stream()
     for step in range(12):
@@ -370,10 +303,7 @@ def test_a_model_on_two_devices_is_clipped_by_one_norm() -> None:
 
 def test_a_model_that_moves_to_the_gpu_takes_its_state_along() -> None:
     ours, theirs = build("mixed"), build("mixed", CUDA)
-    a, b = (
-        flatbed.optim.Adam(ours.parameters(), lr=0.01, max_norm=1.0),
-        optim.Adam(theirs.parameters(), lr=0.01),
-    )
+    a, b = adam_pair(ours, theirs)
     for step in range(3):
         if step == 1:
             ours.to(CUDA)
@@ -385,51 +315,3 @@ def test_a_model_that_moves_to_the_gpu_takes_its_state_along() -> None:
         assert a.grad_norm.device == next(ours.parameters()).device
     for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize("fused", [None, True])
-def test_autocast_with_a_scaler_and_infs(fused: bool | None) -> None:
-    torch.manual_seed(0)
-    layers = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 8, 3))
-    ours = layers.to(CUDA, memory_format=torch.channels_last)  # type: ignore[call-overload]
-    theirs = copy.deepcopy(ours)
-    scalers = [torch.amp.GradScaler(CUDA, init_scale=2.0**14) for _ in range(2)]
-    a = flatbed.optim.SGD(ours.parameters(), lr=0.01, momentum=0.9, fused=fused, max_norm=1.0)
-    b = optim.SGD(theirs.parameters(), lr=0.01, momentum=0.9)
-    for step in range(6):
-        x = torch.randn(4, 3, 12, 12, device=CUDA, generator=torch.Generator(CUDA).manual_seed(step))
-        if step in (1, 3):
-            x[0, 0, 0, 0] = math.inf
-        for model, optimizer, scaler in ((ours, a, scalers[0]), (theirs, b, scalers[1])):
-            with torch.autocast(CUDA, dtype=torch.float16):
-                loss = model(x.contiguous(memory_format=torch.channels_last)).float().pow(2).mean()
-            scaler.scale(loss).backward()
-            if optimizer is b:
-                scaler.unscale_(b)
-                nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
-            with no_waiting() if optimizer is a and fused and step else nullcontext():
-                scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-    assert scalers[0].get_scale() == scalers[1].get_scale() == 2.0**12
-    assert int(a.skipped_steps) == (2 if fused else 0)
-    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
-        assert p.isfinite().all()
-        torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-5)
-
-
-def test_gradients_as_views_of_one_buffer() -> None:
-    """DDP's gradient_as_bucket_view gives addresses that are no multiples of 16."""
-    torch.manual_seed(0)
-    shapes = [(5,), (1023,), (3, 1111), (4096,), (1,)]
-    ours, theirs = ([nn.Parameter(torch.ones(s, device=CUDA)) for s in shapes] for _ in range(2))
-    bucket = torch.randn(1 + sum(math.prod(s) for s in shapes), device=CUDA)
-    for p, q, part in zip(ours, theirs, bucket[1:].split([math.prod(s) for s in shapes]), strict=True):
-        p.grad = part.view(p.shape)
-        q.grad = p.grad.clone()
-    a, b = flatbed.optim.Adam(ours, lr=0.1, max_norm=1.0), optim.Adam(theirs, lr=0.1, fused=True)
-    nn.utils.clip_grad_norm_(theirs, 1.0)
-    a.step()
-    b.step()
-    for p, q in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(p, q)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import flatbed.optim
 from flatbed.kernels.step import is_whole, stride_of
+from flatbed.rule import MAX_COEFFICIENTS, MAX_SCALARS, MAX_STATES
 from tests.cases import MODELS, assert_same, batches, build, loss_of
 from tests.optim.mutants import WRONG, Wrong, broken
 from tests.optim.optimizers import CASES, Case
@@ -78,12 +79,15 @@ def test_signatures(case: Case) -> None:
 
 
 def test_every_optimizer_is_in_the_table() -> None:
-    for_parameters = {
-        name
-        for name in flatbed.optim.__all__
-        if name != "from_torch" and getattr(flatbed.optim, name)._rule.for_tables is None
+    rules = {
+        name: getattr(flatbed.optim, name)._rule for name in flatbed.optim.__all__ if name != "from_torch"
     }
-    assert {case.kind.__name__ for case in CASES} == for_parameters
+    of_parameters = {name for name, rule in rules.items() if rule.for_tables is None}
+    assert {case.kind.__name__ for case in CASES} == of_parameters
+    for rule in rules.values():  # the kernels' tables have no more room
+        assert len(rule.state) <= MAX_STATES
+        assert len(rule.scalars) <= MAX_SCALARS
+        assert len(rule.hyperparameters) <= MAX_COEFFICIENTS
 
 
 # ---- steps

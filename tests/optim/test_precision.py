@@ -13,7 +13,7 @@ from torch import Tensor, nn, optim
 import flatbed
 from tests.cases import build
 from tests.optim.devices import assert_equal
-from tests.optim.test_dropin import give_grads
+from tests.optim.test_dropin import give_grads, train_both
 
 LOW = [torch.bfloat16, torch.float16]
 
@@ -72,28 +72,6 @@ def test_fp32_parameters_need_no_master(where: str) -> None:
     assert list(optimizer.state[next(model.parameters())]) == ["step", "exp_avg", "exp_avg_sq"]
 
 
-@pytest.mark.parametrize(
-    "options", [{"master_weights": True}, {"ema_decay": 0.9}, {"state_dtype": torch.bfloat16}]
-)
-def test_extras_are_saved_and_restored(where: str, options: dict[str, Any]) -> None:
-    models = [build("mixed", where).to(low(where)) for _ in range(2)]
-    optimizer = flatbed.optim.Adam(models[0].parameters(), lr=0.01, **options)
-    for step in range(2):
-        give_grads(models[0], seed=step)
-        optimizer.step()
-    models[1].load_state_dict(models[0].state_dict())
-    again = flatbed.optim.Adam(models[1].parameters(), lr=0.01, **options)
-    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    for step in range(2, 4):
-        give_grads(*models, seed=step)
-        optimizer.step()
-        again.step()
-    for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
-        assert torch.equal(p, q)
-        for key, value in optimizer.state[p].items():
-            assert torch.equal(value, again.state[q][key]), key
-
-
 @pytest.mark.parametrize("state_dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_state_dtype(where: str, state_dtype: torch.dtype) -> None:
     """Computed in fp32 and rounded when it is written."""
@@ -101,9 +79,7 @@ def test_state_dtype(where: str, state_dtype: torch.dtype) -> None:
     a = flatbed.optim.Adam(ours.parameters(), lr=0.01, state_dtype=state_dtype)
     b = optim.Adam(theirs.parameters(), lr=0.01, fused=True)
     for step in range(4):
-        give_grads(ours, theirs, seed=step)
-        a.step()
-        b.step()
+        train_both(ours, theirs, a, b, [step])
         for q in theirs.parameters():
             for key in ("exp_avg", "exp_avg_sq"):
                 b.state[q][key].copy_(b.state[q][key].to(state_dtype))
@@ -118,10 +94,7 @@ def test_low_precision_without_a_master_is_close_to_torch(where: str, dtype: tor
     ours, theirs = (build("mixed", where).to(dtype) for _ in range(2))
     a = flatbed.optim.AdamW(ours.parameters(), lr=0.01, eps=1e-4)
     b = optim.AdamW(theirs.parameters(), lr=0.01, eps=1e-4, fused=True)
-    for step in range(3):
-        give_grads(ours, theirs, seed=step)
-        a.step()
-        b.step()
+    train_both(ours, theirs, a, b, range(3))
     for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
         if rounds_to_nearest(dtype):
             assert_equal(p.detach(), q.detach(), where)
@@ -210,9 +183,7 @@ def test_stochastic_rounding_leaves_fp32_alone(where: str) -> None:
     ours, theirs = build("mixed", where), build("mixed", where)
     a = flatbed.optim.Adam(ours.parameters(), stochastic_rounding=True)
     b = flatbed.optim.Adam(theirs.parameters())
-    give_grads(ours, theirs)
-    a.step()
-    b.step()
+    train_both(ours, theirs, a, b)
     assert all(map(torch.equal, ours.parameters(), theirs.parameters()))
 
 
@@ -228,24 +199,6 @@ def test_state_in_bf16_still_moves(where: str) -> None:
         optimizer.step()
     mean = float(optimizer.state[p]["exp_avg_sq"].float().mean())
     assert mean == pytest.approx(0.999**30, abs=0.01)
-
-
-def test_rounding_by_chance_is_resumed(where: str) -> None:
-    def run(p: Tensor, optimizer: Any, steps: range) -> None:
-        for step in steps:
-            p.grad = torch.full_like(p, 2.0**-11 * (step + 1))
-            optimizer.step()
-
-    options: dict[str, Any] = {"lr": 1.0, "stochastic_rounding": True}
-    straight = nn.Parameter(torch.ones(300, dtype=torch.bfloat16, device=where))
-    optimizer = flatbed.optim.SGD([straight], **options)
-    run(straight, optimizer, range(3))
-    resumed = nn.Parameter(straight.detach().clone())
-    again = flatbed.optim.SGD([resumed], **options)
-    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    run(straight, optimizer, range(3, 6))
-    run(resumed, again, range(3, 6))
-    assert torch.equal(straight, resumed)
 
 
 def test_small_gradients_survive_unscaling(where: str) -> None:

@@ -17,7 +17,7 @@ import flatbed
 from tests.cases import build
 from tests.optim.devices import assert_equal, assert_models_equal, is_exact
 from tests.optim.optimizers import CASES, Case
-from tests.optim.test_dropin import adam_pair, give_grads
+from tests.optim.test_dropin import adam_pair, give_grads, steps, train_both
 from tests.optim.test_precision import low
 
 TORCH = [getattr(optim, name, None) for name in flatbed.optim.__all__]
@@ -32,12 +32,6 @@ def theirs(case: Case, params: Any) -> Any:
 def ours(case: Case, params: Any) -> Any:
     """Ours, told the same: it does not care, but the choice travels in checkpoints."""
     return case.ours(params, **case.same_rounding())
-
-
-def steps(model: nn.Module, optimizer: Any, numbers: range) -> None:
-    for number in numbers:
-        give_grads(model, seed=number)
-        optimizer.step()
 
 
 @pytest.mark.parametrize("case", IN_TORCH, ids=lambda case: case.name)
@@ -87,20 +81,47 @@ def test_momentum_before_the_first_step_is_resumed(where: str, why: str) -> None
     assert_models_equal(models[1], models[0], where)
 
 
-def test_a_saved_file_loads_with_weights_only(where: str, tmp_path: Path) -> None:
-    model = build("mixed", where)
-    optimizer = flatbed.optim.AdamW(model.named_parameters(), lr=0.01)
-    steps(model, optimizer, range(2))
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "run.pt")
-    steps(model, optimizer, range(2, 4))
-    resumed = build("mixed", where)
-    again = flatbed.optim.AdamW(resumed.named_parameters(), lr=0.01)
-    saved = torch.load(tmp_path / "run.pt", weights_only=True)
-    resumed.load_state_dict(saved["model"])
-    again.load_state_dict(saved["optimizer"])
-    steps(resumed, again, range(2, 4))
-    for p, q in zip(resumed.parameters(), model.parameters(), strict=True):
+def carry_over(way: str, models: list[nn.Module], optimizers: list[Any], folder: Path) -> None:
+    """Load the first model and its optimizer into the second ones."""
+    from torch.distributed.checkpoint import state_dict as dcp
+
+    models[1].load_state_dict(models[0].state_dict())
+    if way == "memory":
+        optimizers[1].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
+    elif way == "file":
+        torch.save(optimizers[0].state_dict(), folder / "run.pt")
+        optimizers[1].load_state_dict(torch.load(folder / "run.pt", weights_only=True))
+    else:  # which keeps groups and state alone
+        options = dcp.StateDictOptions(flatten_optimizer_state_dict=way == "flat distributed checkpoint")
+        saved = copy.deepcopy(dcp.get_optimizer_state_dict(models[0], optimizers[0], options=options))
+        dcp.set_optimizer_state_dict(models[1], optimizers[1], saved, options=options)
+
+
+@pytest.mark.parametrize(
+    ("way", "options"),
+    [
+        ("file", {}),
+        ("memory", {"master_weights": True}),
+        ("memory", {"ema_decay": 0.9}),
+        ("memory", {"stochastic_rounding": True}),
+        ("file", {"state_dtype": torch.bfloat16}),
+        ("distributed checkpoint", {"state_dtype": torch.bfloat16}),
+        ("flat distributed checkpoint", {"state_dtype": torch.bfloat16}),
+    ],
+)
+def test_training_is_resumed_to_the_same_bits(
+    where: str, way: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    dtype = torch.bfloat16 if "stochastic_rounding" in options else low(where)
+    models = [build("mixed", where).to(dtype) for _ in range(2)]
+    optimizers = [flatbed.optim.Adam(model.named_parameters(), lr=0.01, **options) for model in models]
+    steps(models[0], optimizers[0], range(3))
+    carry_over(way, models, optimizers, tmp_path)
+    train_both(models[0], models[1], optimizers[0], optimizers[1], range(3, 6))
+    for p, q in zip(*(model.parameters() for model in models), strict=True):
         assert torch.equal(p, q)
+        for key, value in optimizers[0].state[p].items():
+            assert torch.equal(value, optimizers[1].state[q][key]), key
 
 
 def pickled(value: Any, file: io.BytesIO) -> None:
@@ -156,49 +177,41 @@ def test_tables_go_through_distributed_checkpoints() -> None:
             assert torch.equal(value, optimizers[1].state_dict()["state"][key][name])
 
 
-@pytest.mark.parametrize("flat", [False, True])
-def test_rounding_is_resumed_through_distributed_checkpoints(where: str, flat: bool) -> None:
-    """`torch.distributed.checkpoint` keeps groups and state alone."""
-    from torch.distributed.checkpoint import state_dict as dcp
-
-    options = dcp.StateDictOptions(flatten_optimizer_state_dict=flat)
-    models = [build("tied", where) for _ in range(2)]
-    optimizers = [flatbed.optim.Adam(m.parameters(), lr=0.01, state_dtype=torch.bfloat16) for m in models]
-    steps(models[0], optimizers[0], range(3))
-    saved = copy.deepcopy(dcp.get_optimizer_state_dict(models[0], optimizers[0], options=options))
-    models[1].load_state_dict(models[0].state_dict())
-    dcp.set_optimizer_state_dict(models[1], optimizers[1], saved, options=options)
-    for model, optimizer in zip(models, optimizers, strict=True):
-        steps(model, optimizer, range(3, 6))
-    for p, q in zip(*(model.parameters() for model in models), strict=True):
-        assert torch.equal(p, q)
-
-
-@pytest.mark.parametrize("options", [{}, {"master_weights": True}])
-def test_loading_does_not_round_moments_to_the_parameters_dtype(where: str, options: Any) -> None:
-    """Torch's own loading would: a bf16 model with fp32 moments loses them at every resumption."""
+@pytest.mark.parametrize(
+    ("saved", "loaded", "options"),
+    [
+        (
+            torch.float32,
+            torch.float32,
+            {},
+        ),  # torch's own loading would round moments to a bf16 parameter's dtype
+        (torch.float32, torch.float32, {"master_weights": True}),
+        (None, torch.bfloat16, {"state_dtype": torch.bfloat16}),  # which has the last word
+    ],
+)
+def test_loading_keeps_the_dtype_of_moments(
+    where: str, saved: Any, loaded: torch.dtype, options: Any
+) -> None:
     model = build("mixed", where).to(low(where))
-    optimizer = flatbed.optim.Adam(model.parameters(), state_dtype=torch.float32, **options)
+    optimizer = flatbed.optim.Adam(
+        model.parameters(), state_dtype=saved, master_weights="master_weights" in options
+    )
     steps(model, optimizer, range(2))
-    saved = copy.deepcopy(optimizer.state_dict())
     again = flatbed.optim.Adam(model.parameters(), **options)
-    again.load_state_dict(saved)
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     for p in model.parameters():
+        assert again.state[p]["exp_avg"].dtype == loaded
         for key, value in optimizer.state[p].items():
-            assert again.state[p][key].dtype == torch.float32
-            assert torch.equal(again.state[p][key], value)
+            assert torch.equal(again.state[p][key], value.to(again.state[p][key].dtype))
             assert again.state[p][key].data_ptr() != value.data_ptr() or not value.numel()
 
 
-def test_state_dtype_has_the_last_word_on_loading(where: str) -> None:
-    model = build("mixed", where)
-    optimizer = flatbed.optim.Adam(model.parameters())
-    steps(model, optimizer, range(2))
-    again = flatbed.optim.Adam(model.parameters(), state_dtype=torch.bfloat16)
-    again.load_state_dict(optimizer.state_dict())
-    p = next(model.parameters())
-    assert again.state[p]["exp_avg"].dtype == torch.bfloat16
-    assert again.state[p]["step"].dtype == torch.float32
+def test_loading_a_lower_precision_does_not_lower_the_state(where: str) -> None:
+    model, wide = build("mixed", where).bfloat16(), build("mixed", where)
+    theirs, ours = optim.Adam(model.parameters()), flatbed.optim.Adam(wide.parameters())
+    steps(model, theirs, range(1))
+    ours.load_state_dict(theirs.state_dict())
+    assert ours.state[next(wide.parameters())]["exp_avg"].dtype == torch.float32
 
 
 def test_a_state_dict_that_does_not_fit_changes_nothing(where: str) -> None:
@@ -239,30 +252,14 @@ def test_hooks_of_state_dicts() -> None:
     assert seen == ["save", "saved", "load", "loaded"]
 
 
-def test_old_checkpoints_without_newer_options_load() -> None:
-    ours, theirs = build("mixed"), build("mixed")
-    a, b = (
-        flatbed.optim.AdamW(ours.parameters(), lr=0.01),
-        optim.AdamW(theirs.parameters(), lr=0.01, fused=True),
-    )
+def test_checkpoints_of_older_torch_and_of_other_devices_and_strides(where: str) -> None:
+    ours, theirs = build("conv", where), build("conv", "cpu")
+    a, b = adam_pair(ours, theirs)
     steps(theirs, b, range(2))
     saved = copy.deepcopy(b.state_dict())
     saved["param_groups"][0].pop("decoupled_weight_decay", None)
     for state in saved["state"].values():
         state["step"] = float(state["step"])
-    ours.load_state_dict(theirs.state_dict())
-    a.load_state_dict(saved)
-    steps(ours, a, range(2, 4))
-    steps(theirs, b, range(2, 4))
-    assert_models_equal(ours, theirs, "cpu")
-
-
-def test_loading_across_devices_and_strides(where: str) -> None:
-    ours, theirs = build("conv", where), build("conv", "cpu")
-    a, b = adam_pair(ours, theirs)
-    steps(theirs, b, range(2))
-    saved = copy.deepcopy(b.state_dict())
-    for state in saved["state"].values():
         state["exp_avg"] = state["exp_avg"].contiguous()
     ours.load_state_dict(theirs.state_dict())
     a.load_state_dict(saved)

@@ -182,11 +182,6 @@ class Update:
     scale: Tensor | None
     factor: Tensor | None
 
-    @property
-    def scales_grads(self) -> bool:
-        """Tell if gradients are unscaled or clipped."""
-        return self.scale is not None or self.factor is not None
-
     def __call__(self, parts: Iterable[Tensors], scalars: Scalars) -> Scalars:
         """Update parameters and state in place by unscaled, clipped gradients; return the next scalars."""
         function = self.rule.fused if self.fused and self.rule.fused else self.rule.reference
@@ -240,30 +235,24 @@ def update_rows(
     `row_scalars` names the fields that hold scalars of a row; rows of equal scalars are updated together.
     `seeds`: round bf16 weights stochastically.
     """
-    after = scalars
+    rule, after = update.rule, scalars
     for part, own in _equal_rows(fields, row_scalars):
-        seed = None if seeds is None else next(seeds)
         held = fields if part is None else {name: value[part] for name, value in fields.items()}
-        after = _update_records(update, held, grads if part is None else grads[part], scalars | own, seed)
+        weight, grad, before = held["weight"], grads if part is None else grads[part], scalars | own
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        p = weight.to(wide)
+        state = {name: [held[name]] for name in rule.state_names(update.group)}
+        found = update([Tensors([p], [grad.to(wide)], state)], tuple(before[name] for name in rule.scalars))
+        after = dict(zip(rule.scalars, found, strict=True))
+        seed = None if seeds is None else next(seeds)
+        if seed is not None and weight.dtype == torch.bfloat16:
+            p = round_stochastically(p, seed=seed)
+        held["weight"] = p.to(weight.dtype)
         held |= {name: torch.full_like(held[name], after[name]) for name in row_scalars}
         if part is not None:
             for name, value in held.items():
                 fields[name][part] = value
     return after
-
-
-def _update_records(
-    update: Update, held: dict[str, Tensor], grads: Tensor, scalars: dict[str, float], seed: int | None
-) -> dict[str, float]:
-    rule, weight = update.rule, held["weight"]
-    wide = torch.promote_types(weight.dtype, torch.float32)
-    p = weight.to(wide)
-    state = {name: [held[name]] for name in rule.state_names(update.group)}
-    after = update([Tensors([p], [grads.to(wide)], state)], tuple(scalars[name] for name in rule.scalars))
-    if seed is not None and weight.dtype == torch.bfloat16:
-        p = round_stochastically(p, seed=seed)
-    held["weight"] = p.to(weight.dtype)
-    return dict(zip(rule.scalars, after, strict=True))
 
 
 def _equal_rows(
@@ -347,24 +336,21 @@ class TorchStepper:
         self._grads = grads
 
     def squares(self, options: StepOptions) -> dict[int, Tensor]:
+        measured = self._grads if self.whole_grads is None else self.whole_grads
         found = {}
         for norm_class in self._norm_classes:
-            self._norm = self._norm_of(norm_class)  # of all gradients, unless there are several classes
+            grads: dict[torch.dtype, list[Tensor]] = {}
+            for slot, g in zip(self.slots, measured, strict=True):
+                if g is not None and slot.norm_class == norm_class:
+                    grads.setdefault(g.dtype, []).append(g)
+            norms = [torch.zeros((), device=self.device)] if not grads else []
+            for dtype, held in grads.items():
+                wide = torch.promote_types(dtype, torch.float32)  # not rounded to the gradients' dtype
+                norms += torch._foreach_norm(held, 2.0, dtype=wide)
+            # That of all gradients, unless there are several classes.
+            self._norm = torch.linalg.vector_norm(torch.stack(norms))
             found[norm_class] = self._norm.double().square().reshape(1)
         return found
-
-    def _norm_of(self, norm_class: int) -> Tensor:
-        grads: dict[torch.dtype, list[Tensor]] = {}
-        measured = self._grads if self.whole_grads is None else self.whole_grads
-        for slot, g in zip(self.slots, measured, strict=True):
-            if g is not None and slot.norm_class == norm_class:
-                grads.setdefault(g.dtype, []).append(g)
-        norms = [torch.zeros((), device=self.device)] if not grads else []
-        for dtype, held in grads.items():
-            wide = torch.promote_types(dtype, torch.float32)  # a norm is not rounded to the gradients' dtype
-            norms += torch._foreach_norm(held, 2.0, dtype=wide)
-        norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
-        return norm
 
     def update(self, options: StepOptions, scaling: Scaling | None, squares: Tensor | None) -> None:
         norm = self._norm if squares is None else squares.sum().sqrt().float()
@@ -385,7 +371,7 @@ class TorchStepper:
             # Loss scaling keeps small gradients above zero; unscaled in 16 bits they would vanish.
             wide = options.stochastic_rounding or options.stochastic_state or update.scale is not None
         # Torch's kernels make no temporaries, so that they may take everything at once.
-        at_once = bucket.fused and not (wide or update.scales_grads)
+        at_once = bucket.fused and not wide and update.scale is None and update.factor is None
         # Rules without an update of one element may depend on shapes.
         splits = self.rule.update is not None and self.device.type == "cpu" and not (at_once or wide)
         for columns, scalars in _equal_columns(bucket.scalars, present):

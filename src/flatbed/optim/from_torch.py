@@ -223,7 +223,12 @@ class TorchRule:
         for i, (param, p) in enumerate(zip(params, at.params, strict=True)):
             if param.data_ptr() != p.data_ptr():
                 p.copy_(param.detach())
-            self._refuse_more(optimizer.state[param])
+            probed = {*self.found.tensors, *self.found.numbers}
+            if more := [k for k, v in optimizer.state[param].items() if k not in probed and v is not None]:
+                raise FlatbedError(
+                    f"{self.kind.__name__} keeps state ({more[0]}) that it did not keep when from_torch "
+                    f"probed it: an option was changed since; pass it to from_torch instead"
+                )
             for name in self.found.tensors:
                 value = optimizer.state[param].get(name)
                 if isinstance(value, Tensor) and value is not at[name][i]:
@@ -231,15 +236,6 @@ class TorchRule:
         after = optimizer.state[params[0]] if params else {}
         optimizer.state.clear()
         return 1.0, 1.0, *(float(after[name]) for name in self.found.numbers)
-
-    def _refuse_more(self, state: dict[str, Any]) -> None:
-        known = (*self.found.tensors, *self.found.numbers)
-        more = [name for name, value in state.items() if name not in known and value is not None]
-        if more:
-            raise FlatbedError(
-                f"{self.kind.__name__} keeps state ({more[0]}) that it did not keep when from_torch probed "
-                f"it: an option was changed since; pass it to from_torch instead"
-            )
 
     def _state(
         self, at: Tensors, i: int, numbers: list[float], *, new_for: dict[str, Any] | None
@@ -326,29 +322,27 @@ def refuse_shape_readers(
         )
         if all(map(torch.equal, apart, PARTS)) or not torch.cat(apart).isfinite().all():
             raise FlatbedError(f"{FLAT_STEPS} steps on a small problem moved nothing, or to NaN")
+        reason = ""
     except Exception as error:
-        _warn_of_unknown(name, f"{type(error).__name__}: {error}")
-        return
-    differs = any(
+        reason = f"{type(error).__name__}: {error}"
+    differs = not reason and any(
         (a - b).abs().max() > 1e-3 * (a - part).abs().max() + 4 * torch.finfo(a.dtype).eps * part.abs().max()
         for a, b, part in zip(apart, joined, PARTS, strict=True)
     )
     if differs and not all(map(torch.equal, apart, again)):
-        _warn_of_unknown(name, "its updates are random")
+        reason = "its updates are random"
+    if reason:
+        warnings.warn(
+            f"flatbed could not find out whether {name} reads the shape of its parameters ({reason}); on a "
+            f"flat parameter it must not",
+            stacklevel=8,
+        )
     elif differs:
         raise FlatbedError(
             f"{name} updates a flat parameter differently from the parameters it consists of: it reads their "
             f"shape, norm or mean. Give it model.parameters() (flat.originals()), or use an elementwise "
             f"optimizer such as torch.optim.AdamW. No parameter was changed"
         )
-
-
-def _warn_of_unknown(name: str, reason: str) -> None:
-    warnings.warn(
-        f"flatbed could not find out whether {name} reads the shape of its parameters ({reason}); on a flat "
-        f"parameter it must not",
-        stacklevel=9,
-    )
 
 
 def _solve(

@@ -7,25 +7,24 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from flatbed.distributed.dense_shards import StateSharding, is_dtensor, local_of, on_several_meshes
+from flatbed.distributed.dense_shards import Sharding, StateSharding, is_dtensor, local_of, on_several_meshes
 from flatbed.distributed.peers import Peers
 from flatbed.distributed.ranks import ExchangeError, world_size
 from flatbed.errors import FlatbedError
 from flatbed.kernels import check_values_exist
 from flatbed.kernels.step import NORM, SKIPPED, StepOptions
 from flatbed.optim import options as checks
-from flatbed.optim.options import OF_NORM, OptimizerSpec, ParamsT, describe_for_ranks, named_params
+from flatbed.optim.options import OF_NORM, ParamsT, describe_for_ranks, named_params
 from flatbed.optim.plan import Plan, StepStats, build_plan, update_all
 from flatbed.optim.state import ROUNDS, build_state_dict, lacks_state, load_state_dict
 from flatbed.optim.table_step import OptimizerTables, check_table
-from flatbed.rule import Rule
+from flatbed.rule import Group, Rule
 from flatbed.tables.table import Table
 
 
@@ -98,15 +97,20 @@ class Optimizer(torch.optim.Optimizer):
             for _, p, number in params
             if (eager or (p.requires_grad and not p.is_meta))
             and not isinstance(p, Table)
-            and lacks_state(self._spec, self.param_groups[number], p, self.state.get(p, {}), copies_weights)
+            and lacks_state(self, self.param_groups[number], p, copies_weights=copies_weights)
         }
         if lacking:
-            self._rebuild(early=lambda p: id(p) in lacking, copies_weights=copies_weights)
+            self._rebuild(early=lacking, copies_weights=copies_weights)
 
-    @cached_property
-    def _spec(self) -> OptimizerSpec:
-        kind, rule = type(self).__name__, self._rule
-        return OptimizerSpec(kind, rule, self._options, self.defaults, self._state_sharding)
+    def _sharding_of(self, param: Tensor) -> Sharding | None:
+        """Sharding of a DTensor, or of the state of a whole parameter."""
+        if self._state_sharding is None or is_dtensor(param):
+            return Sharding.of(param)
+        return self._state_sharding.shard(param)
+
+    def _row_scalars(self, group: Group) -> tuple[str, ...]:
+        """The scalars that a table of this group has in every record."""
+        return self._rule.scalars_of_rows(group, per_row_steps=self._options.per_row_steps)
 
     def _own_tables(self, first: int = 0) -> None:
         self._owns_tables = True
@@ -122,7 +126,7 @@ class Optimizer(torch.optim.Optimizer):
         # torch's decorator, which dynamo needs only while it traces, imports dynamo: a second at every start.
         inspect.unwrap(torch.optim.Optimizer.add_param_group)(self, param_group)
         try:
-            self._check_group(self.param_groups[n_before:], n_before)
+            self._check_group(self.param_groups[n_before], n_before)
             if self._owns_tables:  # otherwise the constructor compares all groups at once
                 self._check_ranks()
         except Exception as error:
@@ -141,19 +145,18 @@ class Optimizer(torch.optim.Optimizer):
             return
         params = [p for group in self.param_groups for p in group["params"]]
         if self._state_sharding is not None or any(map(is_dtensor, params)):
-            self._peers.agree(describe_for_ranks(self._spec, self.param_groups), failure)
+            self._peers.agree(describe_for_ranks(self), failure)
         elif failure is None and self._norm_group is None:
             self._peers.tell_whole(type(self).__name__, len(params))
         if self._norm_group is not None and failure is None:
             self._peers.agree_in(self._norm_group, {name: getattr(self._options, name) for name in OF_NORM})
 
-    def _check_group(self, added: list[dict[str, Any]], number: int) -> None:
-        for group in added:
-            checks.check_group(group)
-            checks.check_no_extras(self._options, group)
-        for name, param, _ in named_params(added, number):
+    def _check_group(self, group: dict[str, Any], number: int) -> None:
+        checks.check_group(group)
+        checks.check_no_extras(self._options, group)
+        for name, param, _ in named_params([group], number):
             if isinstance(param, Table):
-                check_table(self._spec, self, name, param, self.param_groups[number])
+                check_table(self, name, param, group)
                 continue
             checks.check_param(self._options, param, name)
             if self._rule.for_tables is not None:
@@ -207,9 +210,8 @@ class Optimizer(torch.optim.Optimizer):
         load_state_dict(self, state_dict, with_tables=False)
 
     def __repr__(self) -> str:
-        extras = {name: value for name, value in asdict(self._options).items() if value}
-        lines = "".join(f"    {name}: {value}\n" for name, value in extras.items())
-        return f"{super().__repr__()[:-1]}{'All groups' + chr(10) if extras else ''}{lines})"
+        lines = [f"    {name}: {value}\n" for name, value in asdict(self._options).items() if value]
+        return "".join([super().__repr__()[:-1], *(["All groups\n", *lines] if lines else []), ")"])
 
     def __getstate__(self) -> dict[str, Any]:
         names = ("_options", "_norm_group", "_state_sharding")
@@ -345,31 +347,26 @@ class Optimizer(torch.optim.Optimizer):
                 )
             check_values_exist("a step")
             with torch.no_grad():
-                self._collect_and_update()
+                plan = self._current_plan()
+                table_steppers = self._tables.collect_grads(self) if self._tables.owned else []
+                if plan.masters.slots:
+                    plan.masters.sync_written()
+                owners = plan.collect_grads()
+                if owners is None:  # gradients of another kind: building a plan checks them
+                    plan = self._rebuild()
+                    owners = plan.collect_grads()
+                    assert owners is not None
+                if not (owners or table_steppers):
+                    self._refuse_replaced_params()
+                # Ranks without a gradient take part in the norm of all.
+                if plan.slots or table_steppers or (self._options.needs_norm and plan.shard_groups.many):
+                    update_all(self, plan, owners, table_steppers)
             return loss
         except BaseException as error:
+            self._drop_plan()  # uploads may not have been issued
             if self._peers is not None:  # other ranks may wait for the norm or for rows of this one
                 self._peers.tell_step_failure(error)
             raise
-
-    def _collect_and_update(self) -> None:
-        """Collect gradients, and update what they belong to."""
-        plan = self._current_plan()
-        packs = self._tables.collect_grads(self) if self._tables.owned else []
-        found = plan.collect_grads()
-        if found is None:  # of another kind: building a plan checks them
-            plan = self._rebuild()
-            found = plan.collect_grads()
-            assert found is not None
-        if not (found.owners or any(packs)):
-            self._refuse_replaced_params()
-        # Ranks without a gradient take part in the norm of all.
-        if plan.slots or any(packs) or (self._options.needs_norm and plan.shard_groups.many):
-            try:
-                update_all(self, plan, found, packs if any(packs) else [])
-            except BaseException:
-                self._drop_plan()  # uploads may not have been issued
-                raise
 
     def _refuse_replaced_params(self) -> None:
         """Raise if only parameters that are not the optimizer's have gradients: it would train nothing."""
@@ -386,21 +383,15 @@ class Optimizer(torch.optim.Optimizer):
     def _current_plan(self) -> Plan:
         """The plan, built again if groups, state or parameters have changed since."""
         plan = self._plan
-        if plan is None or plan.provisional or not plan.fingerprint.matches(self.param_groups, self.state):
+        if plan is None or plan.built_from != plan.fingerprint(self.param_groups, self.state):
             plan = self._rebuild()
         return plan
 
     @torch.no_grad()
-    def _rebuild(
-        self,
-        *,
-        early: Callable[[Tensor], bool] | None = None,
-        loaded: bool = False,
-        copies_weights: bool = True,
-    ) -> Plan:
+    def _rebuild(self, **how: Any) -> Plan:
         if self._owns_tables:
             self._tables.sync(self)
-        plan = build_plan(self, early=early, loaded=loaded, copies_weights=copies_weights)
+        plan = build_plan(self, **how)
         self._drop_plan()
         self._plan = plan
         return plan

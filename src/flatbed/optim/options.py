@@ -5,28 +5,24 @@ from __future__ import annotations
 import inspect
 import numbers
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, TypedDict
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
-from flatbed.distributed.dense_shards import (
-    Sharding,
-    StateSharding,
-    check_grad_kind,
-    check_sharding,
-    is_dtensor,
-)
+from flatbed.distributed.dense_shards import check_grad_kind, check_sharding
 from flatbed.distributed.peers import Described
 from flatbed.distributed.ranks import world_size
 from flatbed.errors import FlatbedError
 from flatbed.kernels.step import StepOptions
-from flatbed.rule import Group, Rule
+from flatbed.rule import Group
 from flatbed.tables.parameter import WeightView
 from flatbed.tables.table import Table
+
+if TYPE_CHECKING:
+    from flatbed.optim.optimizer import Optimizer
 
 Groups = list[dict[str, Any]]
 ParamsT = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]] | nn.Module
@@ -59,27 +55,6 @@ class Extras(TypedDict, total=False):
     """Shard the state across the ranks of DDP: True, or a process group, or a mesh of one dimension."""
 
 
-@dataclass(frozen=True, slots=True)
-class OptimizerSpec:
-    """An optimizer's class name, rule, options and default hyperparameters."""
-
-    name: str
-    rule: Rule
-    options: StepOptions
-    defaults: Group
-    state_sharding: StateSharding | None = None
-
-    def sharding_of(self, param: Tensor) -> Sharding | None:
-        """Sharding of a DTensor, or of the state of a whole parameter."""
-        if self.state_sharding is None or is_dtensor(param):
-            return Sharding.of(param)
-        return self.state_sharding.shard(param)
-
-    def row_scalars(self, group: Group) -> tuple[str, ...]:
-        """The scalars that a table of this group has in every record."""
-        return self.rule.scalars_of_rows(group, per_row_steps=self.options.per_row_steps)
-
-
 def named_params(groups: Sequence[Group], first: int = 0) -> Iterator[tuple[str, Tensor, int]]:
     """All parameters and tables with a name for messages and the number of their group."""
     for number, group in enumerate(groups, first):
@@ -88,21 +63,22 @@ def named_params(groups: Sequence[Group], first: int = 0) -> Iterator[tuple[str,
             yield (f"'{given[i]}'" if given else f"{i} of group {number}"), param, number
 
 
-def describe_for_ranks(spec: OptimizerSpec, groups: Sequence[Group]) -> list[Described]:
+def describe_for_ranks(optimizer: Optimizer) -> list[Described]:
     """Parameters and options as ranks that share DTensors compare them.
 
     Whole parameters may differ between ranks, unless their gradients are part of a norm.
     """
-    found = [Described("the class of the optimizer", spec.name)]
-    found += [Described(name, repr(value)) for name, value in asdict(spec.options).items()]
+    groups, options = optimizer.param_groups, optimizer._options
+    found = [Described("the class of the optimizer", type(optimizer).__name__)]
+    found += [Described(name, repr(value)) for name, value in asdict(options).items()]
     for number, group in enumerate(groups):
         for name, value in group.items():
             on_gpu = isinstance(value, Tensor) and value.device.type != "cpu"  # reading it would wait
             if name not in ("params", "param_names") and not on_gpu:
                 found.append(Described(f"{name} of group {number}", repr(value)))
     for name, param, _ in named_params(groups):
-        sharding = None if isinstance(param, Table) else spec.sharding_of(param)
-        if sharding is not None or spec.options.needs_norm:
+        sharding = None if isinstance(param, Table) else optimizer._sharding_of(param)
+        if sharding is not None or options.needs_norm:
             kind = f"{tuple(param.shape)} {param.dtype}"
             kind += f" placed {sharding.placements}" if sharding is not None else ""
             kind += "" if param.requires_grad else ", requires_grad=False"
@@ -163,16 +139,13 @@ def check_known(kind: type, extras: Iterable[str]) -> None:
 def check_no_extras(options: StepOptions, group: Mapping[str, Any]) -> None:
     """Raise if a param group has options of the whole optimizer, unless a wrapper has copied them there."""
     for name in Extras.__annotations__:
-        is_own = name in group and group[name] == getattr(options, name, None)
-        if name not in group or (is_own and name not in OF_NORM):
-            continue
-        remedy = "pass it to the constructor"
-        if is_own:  # ZeroRedundancyOptimizer copies all options into groups
-            remedy = (
-                "ZeroRedundancyOptimizer has no norm over all ranks, call "
-                "torch.nn.utils.clip_grad_norm_(model.parameters(), …) before its step instead"
+        is_copy = name not in OF_NORM and name in group and group[name] == getattr(options, name, None)
+        if name in group and not is_copy:
+            raise ValueError(
+                f"{name} is an option of the whole optimizer; found in a param group: pass it to the "
+                f"constructor. With ZeroRedundancyOptimizer, which has no norm over all ranks, call "
+                f"torch.nn.utils.clip_grad_norm_ before its step"
             )
-        raise ValueError(f"{name} is an option of the whole optimizer; found in a param group: {remedy}")
 
 
 def check_options(options: StepOptions) -> None:
@@ -204,11 +177,13 @@ def check_shard_state(ranks: Any) -> None:
         raise FlatbedError("shard_state needs ranks: call torch.distributed.init_process_group first")
     from torch.distributed.device_mesh import DeviceMesh
 
-    if ranks is not True and not isinstance(ranks, (dist.ProcessGroup, DeviceMesh)):
-        raise TypeError(f"shard_state must be True, a process group or a DeviceMesh; found {ranks!r}")
-    if isinstance(ranks, DeviceMesh) and ranks.ndim != 1:
-        raise ValueError(f'shard_state takes a mesh of one dimension, such as mesh["dp"]; found {ranks}')
-    if isinstance(ranks, DeviceMesh) and ranks.get_coordinate() is None:
+    is_mesh = isinstance(ranks, DeviceMesh)
+    if not (ranks is True or isinstance(ranks, dist.ProcessGroup) or (is_mesh and ranks.ndim == 1)):
+        raise TypeError(
+            f'shard_state must be True, a process group, or a mesh of one dimension, such as mesh["dp"]; '
+            f"found {ranks!r}"
+        )
+    if is_mesh and ranks.get_coordinate() is None:
         raise FlatbedError(
             f"rank {dist.get_rank()} is not part of the mesh of shard_state, whose ranks are "
             f"{ranks.mesh.tolist()}: build this optimizer on those ranks only"
@@ -234,10 +209,10 @@ def is_fsdp_shard(param: Tensor) -> bool:
 
 def check_grad(param: Tensor, grad: Tensor, name: str) -> None:
     """Raise for gradients that no step can use."""
-    if param.is_meta or isinstance(param, FakeTensor):
+    if param.is_meta:
         raise FlatbedError(
-            f"parameter {name} is a {'meta' if param.is_meta else 'fake'} tensor without values: materialize "
-            f"the model first. To estimate memory, step torch's optimizer of the same name"
+            f"parameter {name} is a meta tensor without values: materialize the model first. To estimate "
+            f"memory, step torch's optimizer of the same name"
         )
     if grad.layout != torch.strided:
         raise FlatbedError(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from itertools import chain, repeat
 from operator import attrgetter, is_, itemgetter
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -32,8 +32,7 @@ from flatbed.kernels import use_triton
 from flatbed.kernels.step import NORM, STEPS, Grads, ParamSlot, Scaling, Stepper, TorchStepper, stride_of
 from flatbed.optim.options import Groups
 from flatbed.optim.state import build_slots, publish_state
-from flatbed.rule import Rule
-from flatbed.tables.grads import RowGrads
+from flatbed.optim.table_step import TableStepper
 from flatbed.tables.row_io import any_replica
 from flatbed.tables.table import Table
 
@@ -87,57 +86,6 @@ class StepStats:
             vector[STEPS] = n_steps
 
 
-class Fingerprint:
-    """The groups, state and parameters that a plan was built from, as far as a step depends on them.
-
-    Parameters are compared by identity and address, DTensors by that of their local tensor, which FSDP2 may
-    replace, entries of the state by identity and length. Code that converts dtypes, or replaces or moves
-    tensors inside of entries, does so for all parameters: the first and the last one are compared in detail.
-    """
-
-    def __init__(self, rule: Rule, groups: Groups, state: dict[Any, Any], slots: list[ParamSlot]) -> None:
-        self._groups, self._state = groups, state
-        self._params = [*chain.from_iterable(map(PARAMS, groups)), ...]
-        self._switches = [name for name in rule.state.values() if name is not None]
-        self.switched = [group[name] > 0 for group in groups for name in self._switches]
-        """For each group, the options that decide which tensors of state exist (`Rule.has`)."""
-        self._entries = [*state.values(), ...]
-        self._lengths = list(map(len, state.values()))
-        self._whole = [slot.owner for slot in slots if not is_dtensor(slot.owner)]
-        self._sharded = [slot.owner for slot in slots if is_dtensor(slot.owner)]
-        slotted = {id(slot.owner) for slot in slots}
-        idle = [p for p in self._params[:-1] if id(p) not in slotted]
-        self._idle = [p for p in idle if not isinstance(p, Table)]
-        self._ends = [(slot.owner, slot.published or {}) for slot in (*slots[:1], *slots[1:][-1:])]
-        self._memory = self._find_memory()
-
-    def _find_memory(self) -> list[Any]:
-        """Return the addresses of all parameters; of the first and the last also their kind and state."""
-        found: list[Any] = list(map(Tensor.data_ptr, chain(self._whole, map(LOCAL, self._sharded))))
-        for param, entry in self._ends:
-            local = local_of(param)
-            found += local.dtype, local.shape, local.stride()
-            values = map(local_of, entry.values())
-            found += [value.data_ptr() if isinstance(value, Tensor) else value for value in values]
-        return found
-
-    def matches(self, groups: Groups, state: dict[Any, Any]) -> bool:
-        """Compare with the present. An Ellipsis ends each list, so that lengths are compared too."""
-        if self._switches and self.switched != [
-            group[name] > 0 for group in groups for name in self._switches
-        ]:
-            return False
-        return (
-            groups is self._groups
-            and state is self._state
-            and all(map(is_, self._params, chain(chain.from_iterable(map(PARAMS, groups)), (...,))))
-            and all(map(is_, self._entries, chain(state.values(), (...,))))
-            and self._lengths == list(map(len, state.values()))
-            and self._memory == self._find_memory()
-            and all(map(is_, map(GRAD, self._idle), repeat(None)))
-        )
-
-
 class MasterWeights:
     """The slots that have an fp32 master weight, and their parameters' versions after the last step."""
 
@@ -179,57 +127,82 @@ def _version(slot: ParamSlot) -> int:
     return slot.param._version + slot.owner._version
 
 
-class StepGrads(NamedTuple):
-    """The gradients of one step."""
-
-    grads: Grads
-    addresses: list[int]
-    """One per slot, 0 where there is no gradient; empty if no kernel follows them."""
-    unordered: frozenset[int]
-    """Slots whose gradient is in another order of elements than the parameter."""
-    owners: list[Tensor]
-    """The parameters of the model that have a gradient."""
-
-
 class Plan:
     """A slot for every parameter with a gradient or state, and a stepper for every device."""
 
     def __init__(
         self,
+        optimizer: Optimizer,
         slots: list[ParamSlot],
         steppers: list[TorchStepper | TritonStepper],
-        fingerprint: Fingerprint,
         shard_groups: ShardGroups,
     ) -> None:
-        self.slots, self.steppers, self.fingerprint = slots, steppers, fingerprint
-        self.shard_groups = shard_groups
-        self.provisional = False
-        """True: master weights and averages may be missing, and a step needs another plan."""
+        groups, state = optimizer.param_groups, optimizer.state
+        self.slots, self.steppers, self.shard_groups = slots, steppers, shard_groups
+        self.built_from: list[Any] | None = None
+        """The fingerprint of what the plan was built from. None: a step needs another plan."""
         self._needs_addresses = not all(isinstance(stepper, TorchStepper) for stepper in steppers)
         positions = {id(slot): i for i, slot in enumerate(slots)}
         self._indices = [[positions[id(slot)] for slot in stepper.slots] for stepper in steppers]
         self.masters = MasterWeights(slots)
         self.owners = [slot.owner for slot in slots]
         self.counters = version_counters(self.owners)
-        self.has_dtensors = any(is_dtensor(owner) for owner in self.owners)
+        self._whole = [owner for owner in self.owners if not is_dtensor(owner)]
+        self._sharded = [owner for owner in self.owners if is_dtensor(owner)]
+        self.has_dtensors = bool(self._sharded)
         self.has_several_meshes = on_several_meshes(self.owners)
         self._has_state_shards = any(slot.own_rows is not None for slot in slots)
         self.pieces = self._plan_pieces()
         """The updated rows that ranks exchange after a step."""
-        is_local = self.has_dtensors or self._has_state_shards
-        self._local_grads = LocalGrads(slots) if is_local else None
+        self._local_grads = LocalGrads(slots) if self._sharded or self._has_state_shards else None
         self._grad_dtypes = [slot.grad_dtype for slot in slots]
         self._grad_sizes = [slot.param.numel() * slot.grad_dtype.itemsize for slot in slots]
         self._mixed_dtypes = any(slot.grad_dtype != slot.param.dtype for slot in slots)
         self._strides = [stride_of(slot.param) for slot in slots]
         self._all_contiguous = all(slot.param.is_contiguous() for slot in slots)
         self._addresses: list[int] = []
+        self._groups, self._state, self._entries = groups, state, list(state.values())
+        self._params = [param for group in groups for param in group["params"]]
+        slotted = set(map(id, self.owners))
+        self._idle = [p for p in self._params if id(p) not in slotted and not isinstance(p, Table)]
+        self._switches = [name for name in optimizer._rule.state.values() if name is not None]
+        self._ends = [(slot.owner, slot.published or {}) for slot in (*slots[:1], *slots[1:][-1:])]
 
     def _plan_pieces(self) -> list[Piece]:
         return plan_pieces([(s.owner, s.sharding) for s in self.slots if s.own_rows is not None])
 
-    def collect_grads(self) -> StepGrads | None:
-        """The present gradients. None: some are of another kind than the plan was built for."""
+    def fingerprint(self, groups: Groups, state: dict[Any, Any]) -> list[Any]:
+        """The present groups, state and parameters, as far as a step depends on them.
+
+        Parameters are compared by identity and address, DTensors by that of their local tensor, which FSDP2
+        may replace, entries of the state by identity and length. Code that converts dtypes, or replaces or
+        moves tensors inside of entries, does so for all parameters: the first and the last one are compared
+        in detail.
+        """
+        entries = state.values()
+        found: list[Any] = [
+            groups is self._groups,
+            state is self._state,
+            *map(len, map(PARAMS, groups)),
+            *map(len, entries),
+            *map(is_, chain.from_iterable(map(PARAMS, groups)), self._params),
+            *map(is_, entries, self._entries),
+            *map(Tensor.data_ptr, chain(self._whole, map(LOCAL, self._sharded))),
+            *map(is_, map(GRAD, self._idle), repeat(None)),
+            *[group[name] > 0 for group in groups for name in self._switches],
+        ]
+        for param, entry in self._ends:
+            local = local_of(param)
+            values = map(local_of, entry.values())
+            found += local.dtype, local.shape, local.stride()
+            found += [value.data_ptr() if isinstance(value, Tensor) else value for value in values]
+        return found
+
+    def collect_grads(self) -> list[Tensor] | None:
+        """Give the present gradients to the steppers; return the parameters that have one.
+
+        None: some gradients are of another kind than the plan was built for.
+        """
         owners, sizes = self.owners, self._grad_sizes
         grads = list(map(GRAD, owners)) if self._local_grads is None else self._local_grads()
         present: list[Any] = grads
@@ -255,7 +228,11 @@ class Plan:
             return None
         if not is_known:
             self._addresses = addresses  # otherwise the old list: equal ones are compared slower
-        return StepGrads(grads, self._addresses, unordered, owners)
+        if len(self.steppers) == 1 and not self._has_state_shards:
+            self.steppers[0].set_grads(grads, self._addresses, unordered)
+        elif self.steppers:
+            self._set_parts(grads, unordered)
+        return owners
 
     def _find_unordered(self, grads: Grads, present: list[Any]) -> frozenset[int]:
         if len(present) == len(grads) and list(map(Tensor.stride, present)) == self._strides:
@@ -266,20 +243,17 @@ class Plan:
             if grad is not None and grad.stride() != stride and grad.numel() > 1
         )
 
-    def set_grads(self, found: StepGrads) -> None:
-        """Give the gradients of a step to the steppers of all devices."""
+    def _set_parts(self, grads: Grads, unordered: frozenset[int]) -> None:
+        """Give gradients to several steppers, or to one of parts of whole parameters."""
         for stepper, indices in zip(self.steppers, self._indices, strict=True):
             if self._has_state_shards:
                 stepper.whole_grads = [
-                    found.grads[i] if slot.own_rows is None else slot.owner.grad
+                    grads[i] if slot.own_rows is None else slot.owner.grad
                     for slot, i in zip(stepper.slots, indices, strict=True)
                 ]
-            if len(self.steppers) == 1:
-                stepper.set_grads(found.grads, found.addresses, found.unordered)
-                return
-            own = frozenset(n for n, i in enumerate(indices) if i in found.unordered)
-            addresses = [found.addresses[i] for i in indices] if found.addresses else []
-            stepper.set_grads([found.grads[i] for i in indices], addresses, own)
+            addresses = [self._addresses[i] for i in indices] if self._addresses else []
+            own = frozenset(n for n, i in enumerate(indices) if i in unordered)
+            stepper.set_grads([grads[i] for i in indices], addresses, own)
 
     def swap_averages(self, values: Sequence[Tensor], model: nn.Module | None) -> list[Tensor]:
         """Write values into the parameters that have an average; return what they held.
@@ -298,13 +272,17 @@ class Plan:
 
 
 def build_plan(
-    optimizer: Optimizer, *, early: Callable[[Tensor], bool] | None, loaded: bool, copies_weights: bool
+    optimizer: Optimizer,
+    *,
+    early: Container[int] = (),
+    loaded: bool = False,
+    copies_weights: bool = True,
 ) -> Plan:
     """Make what is missing of the state, and plan the steps of all parameters that have a gradient or state.
 
-    `early` chooses parameters without a gradient. `loaded`: the state is a checkpoint's, and is copied.
-    Without `copies_weights`, master weights and averages are left to the next plan, since weights may be
-    loaded later.
+    `early`: ids of parameters that get their state before their first gradient. `loaded`: the state is a
+    checkpoint's, and is copied. Without `copies_weights`, master weights and averages are left to the next
+    plan, since weights may be loaded later.
     """
     rule, groups, state = optimizer._rule, optimizer.param_groups, optimizer.state
     params = [p for group in groups for p in group["params"] if not isinstance(p, Table)]
@@ -314,7 +292,7 @@ def build_plan(
             "trained: state and tables would be made inside the graph, and again at every replay"
         )
     shard_groups = ShardGroups(map(Sharding.of, params), optimizer._norm_group, optimizer._peers)
-    slots = build_slots(optimizer, early=early, loaded=loaded, copies_weights=copies_weights)
+    slots = build_slots(optimizer, early, loaded=loaded, copies_weights=copies_weights)
     by_device: dict[torch.device, list[ParamSlot]] = {}
     for slot in slots:
         slot.norm_class = shard_groups.class_of(Sharding.of(slot.owner))
@@ -330,9 +308,9 @@ def build_plan(
         steppers.append(stepper(rule, groups, own, vectors[device]))
     for slot in slots:
         publish_state(state, slot)
-    plan = Plan(slots, steppers, Fingerprint(rule, groups, state, slots), shard_groups)
-    plan.provisional = not copies_weights
+    plan = Plan(optimizer, slots, steppers, shard_groups)
     if copies_weights:
+        plan.built_from = plan.fingerprint(groups, state)
         plan.masters.sync(plan.masters.slots)
     plan.masters.record_versions()
     return plan
@@ -341,25 +319,24 @@ def build_plan(
 # ---- the update: loss scaling, the norm of all gradients, parameters and tables of all devices
 
 
-def update_all(optimizer: Optimizer, plan: Plan, found: StepGrads, packs: list[RowGrads | None]) -> None:
-    """Update parameters and, if there are `packs`, tables; all are clipped by the norm of all."""
-    options, tables = optimizer._options, optimizer._tables
+def update_all(
+    optimizer: Optimizer, plan: Plan, owners: list[Tensor], table_steppers: list[TableStepper]
+) -> None:
+    """Update parameters and tables, whose steppers have their gradients; all are clipped by the norm of all.
+
+    `owners` are the parameters of the model that have a gradient.
+    """
+    options = optimizer._options
     scale, found_inf = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
     has_scaling = scale is not None or found_inf is not None
     scaling = Scaling(scale, _found_by_any_rank(optimizer, plan, found_inf)) if has_scaling else None
-    if plan.masters.slots:
-        plan.masters.sync_written()
-    steppers: list[Stepper] = []
-    if packs:  # first, since files may fail
-        steppers += tables.steppers_for(optimizer, packs, plan.fingerprint.switched)
-    plan.set_grads(found)
-    steppers += plan.steppers
+    steppers: list[Stepper] = [*table_steppers, *plan.steppers]
     squares: Tensor | None = None  # a single stepper has its own
     if options.needs_norm:
         by_class = [stepper.squares(options) for stepper in steppers]
         if plan.shard_groups.many:
             squares = plan.shard_groups.total(by_class)
-        elif packs or len(steppers) > 1:
+        elif table_steppers or len(steppers) > 1:
             held = [values for of_stepper in by_class for values in of_stepper.values()]
             squares = torch.cat([values.to(held[0].device) for values in held])
     if not steppers and squares is not None:  # only other ranks have gradients
@@ -369,15 +346,14 @@ def update_all(optimizer: Optimizer, plan: Plan, found: StepGrads, packs: list[R
         stepper.update(options, None if scaling is None else scaling.to(stepper.device), of_all)
     if plan.pieces:
         exchange_pieces(plan.pieces, optimizer._peers)
-    if found.owners:
-        is_complete = found.owners is plan.owners
-        torch.autograd.graph.increment_version(plan.counters if is_complete else found.owners)
+    if owners:
+        torch.autograd.graph.increment_version(plan.counters if owners is plan.owners else owners)
     if plan.masters.slots:
         plan.masters.record_versions()
     if scaling is not None and scaling.scale is not None:
-        with_grad = (o.table for o, pack in zip(tables.owned, packs, strict=False) if pack is not None)
-        grads: list[Any] = [p.grad for p in found.owners]
-        _unscale_(scaling, [*map(local_of, grads), *map(GRAD, with_grad)])
+        tables = [owned.table for stepper in table_steppers for owned in stepper.tables]
+        grads: list[Any] = [*map(local_of, map(GRAD, owners))]
+        _unscale_(scaling, grads + [table.grad for table in tables if table._grads.parts])
 
 
 def _found_by_any_rank(optimizer: Optimizer, plan: Plan, found_inf: Tensor | None) -> Tensor | None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
 
@@ -18,19 +18,11 @@ from torch.utils.dlpack import from_dlpack
 
 from flatbed.distributed.dense_shards import OwnRows, Sharding, is_dtensor, local_of, own_part, whole
 from flatbed.errors import FlatbedError
-from flatbed.kernels.step import ParamSlot, stride_of
+from flatbed.kernels.step import ParamSlot, StepOptions, stride_of
 from flatbed.layout import overlaps_itself
-from flatbed.optim.options import (
-    LOW,
-    Groups,
-    OptimizerSpec,
-    check_grad,
-    check_group,
-    check_param,
-    named_params,
-)
+from flatbed.optim.options import LOW, Groups, check_grad, check_group, check_param, named_params
 from flatbed.optim.table_step import OwnedTable
-from flatbed.rule import Group
+from flatbed.rule import Group, Rule
 from flatbed.tables.embedding import whole_field, write_field
 from flatbed.tables.table import Table
 
@@ -48,23 +40,22 @@ TORCH_KEYS = frozenset(
 """The state of torch's optimizers. Keys that no optimizer of torch has belong to a wrapper, and are kept."""
 
 
-def lacks_state(
-    spec: OptimizerSpec, group: Group, param: Tensor, held: Mapping[str, Any], copies_weights: bool
-) -> bool:
+def lacks_state(optimizer: Optimizer, group: Group, param: Tensor, *, copies_weights: bool) -> bool:
     """Tell if a parameter's state is not complete; `copies_weights`: with its master weight and average."""
-    needed = [*spec.rule.state_names(group), *spec.rule.shown_scalars]
-    if copies_weights and spec.options.ema_decay is not None:
+    rule, options = optimizer._rule, optimizer._options
+    needed = [*rule.state_names(group), *rule.shown_scalars]
+    if copies_weights and options.ema_decay is not None:
         needed.append(EMA)
-    if copies_weights and spec.options.master_weights and param.dtype in LOW:
+    if copies_weights and options.master_weights and param.dtype in LOW:
         needed.append(MASTER)
-    return any(name not in held for name in needed)
+    return not optimizer.state.get(param, {}).keys() >= set(needed)
 
 
 @dataclass(frozen=True, slots=True)
 class SlotBuilder:
     """Completes slots: state that fits is kept, all other state is made or copied."""
 
-    spec: OptimizerSpec
+    optimizer: Optimizer
     loaded: bool
     copies_weights: bool
     """True: master weights and averages that are missing start at the present weights."""
@@ -73,7 +64,7 @@ class SlotBuilder:
 
     def complete(self, slot: ParamSlot, group: Group, held: dict[str, Any]) -> None:
         """Give a slot its state, from its parameter's present entry of `optimizer.state`."""
-        name, param, rule, options = slot.name, slot.param, self.spec.rule, self.spec.options
+        name, param, rule, options = slot.name, slot.param, self.optimizer._rule, self.optimizer._options
         if overlaps_itself(tuple(param.shape), param.stride()):
             raise FlatbedError(f"parameter {name} is expanded: several of its elements share memory")
         if options.stochastic_rounding and param.dtype == torch.float16:
@@ -84,7 +75,9 @@ class SlotBuilder:
         self._refuse_foreign(slot, held, names)
         dtype = self._state_dtype(slot, [held[name] for name in names if isinstance(held.get(name), Tensor)])
         for key in names:
-            slot.state[key] = self._tensor(slot, key, held, dtype, rule.first_value(self.spec.defaults, key))
+            slot.state[key] = self._tensor(
+                slot, key, held, dtype, rule.first_value(self.optimizer.defaults, key)
+            )
         for key in rule.scalars:
             slot.scalars[key] = self._scalar(slot, key, held)
         if options.master_weights and param.dtype in LOW and (MASTER in held or self.copies_weights):
@@ -95,7 +88,7 @@ class SlotBuilder:
 
     def _refuse_foreign(self, slot: ParamSlot, held: dict[str, Any], names: Sequence[str]) -> None:
         """Raise for state of another optimizer: its keys, missing tensors, missing scalars."""
-        rule = self.spec.rule
+        rule = self.optimizer._rule
         needed = [name for name in names if rule.state[name] is None]
         needed += rule.shown_scalars if self.loaded else ()
         foreign = TORCH_KEYS - {*rule.state, *rule.shown_scalars} if self.loaded else ()
@@ -106,22 +99,19 @@ class SlotBuilder:
             found = f"has {', '.join(map(repr, odd))}" if odd else f"lacks {', '.join(map(repr, lacking))}"
             raise FlatbedError(
                 f"the state of parameter {slot.name} {found}: it belongs to another optimizer than "
-                f"{self.spec.name}. Build that one, or clear the state to start again"
+                f"{type(self.optimizer).__name__}. Build that one, or clear the state to start again"
             )
 
     def _state_dtype(self, slot: ParamSlot, held: list[Tensor]) -> torch.dtype:
         """The dtype asked for; otherwise the wider one of the present state's and the parameter's."""
-        if self.spec.options.state_dtype is not None:
-            return self.spec.options.state_dtype
-        if self.spec.options.master_weights and slot.param.dtype in LOW:
+        if self.optimizer._options.state_dtype is not None:
+            return self.optimizer._options.state_dtype
+        if self.optimizer._options.master_weights and slot.param.dtype in LOW:
             return torch.float32
-        dtype = slot.param.dtype
-        for other in held:
-            dtype = torch.promote_types(dtype, other.dtype)
-        return dtype
+        return reduce(torch.promote_types, [tensor.dtype for tensor in held], slot.param.dtype)
 
     def _scalar(self, slot: ParamSlot, key: str, held: dict[str, Any]) -> Tensor:
-        rule, device = self.spec.rule, slot.param.device
+        rule, device = self.optimizer._rule, slot.param.device
         is_hidden = key in rule.hidden_scalars
         value: Any = (self.hidden.get(id(held), {}) if is_hidden else held).get(key)
         if value is None and is_hidden:  # state of torch's has been through a step
@@ -129,7 +119,7 @@ class SlotBuilder:
             tensors = [held[name] for name in rule.state if isinstance(held.get(name), Tensor)]
             value = float(not is_new and not all(map(_is_negative_zero, tensors)))
         if value is None:
-            value = rule.first_value(self.spec.defaults, key)
+            value = rule.first_value(self.optimizer.defaults, key)
         kind = (value.dim(), value.dtype, value.device) if isinstance(value, Tensor) else None
         if isinstance(value, Tensor) and kind == (0, torch.float32, device) and not self.loaded:
             return value
@@ -142,14 +132,11 @@ class SlotBuilder:
         shape, stride, device = tuple(slot.param.shape), stride_of(slot.param), slot.param.device
         old: Any = held.get(key)
         if old is not None:
-            if not isinstance(old, Tensor) or not old.is_floating_point():
-                found = old.dtype if isinstance(old, Tensor) else type(old).__name__
+            is_float = isinstance(old, Tensor) and old.is_floating_point()
+            if not is_float or old.shape != slot.owner.shape:
+                found = f"{old.dtype} {tuple(old.shape)}" if isinstance(old, Tensor) else repr(old)
                 raise FlatbedError(
-                    f"state '{key}' of parameter {slot.name} must be a float tensor; found {found}"
-                )
-            if old.shape != slot.owner.shape:
-                raise FlatbedError(
-                    f"state '{key}' of parameter {slot.name} has shape {tuple(old.shape)}; expected "
+                    f"state '{key}' of parameter {slot.name} is {found}; expected floats of shape "
                     f"{tuple(slot.owner.shape)}"
                 )
             old = whole(old) if slot.sharding is None else slot.sharding.part_of(old)
@@ -185,28 +172,25 @@ def own_storage(view: Tensor) -> Tensor:
 
 
 def build_slots(
-    optimizer: Optimizer, *, early: Callable[[Tensor], bool] | None, loaded: bool, copies_weights: bool
+    optimizer: Optimizer, early: Container[int], *, loaded: bool, copies_weights: bool
 ) -> list[ParamSlot]:
-    """Slots for all parameters with a gradient or state. Gradients are checked before anything is made.
-
-    `early` chooses parameters that get their state before their first gradient.
-    """
-    spec, groups, state = optimizer._spec, optimizer.param_groups, optimizer.state
+    """Slots for all parameters with a gradient or state. Gradients are checked before anything is made."""
+    groups, state = optimizer.param_groups, optimizer.state
     dense = [found for found in named_params(groups) if not isinstance(found[1], Table)]
     grads = [param.grad for _, param, _ in dense]
     for (name, param, _), grad in zip(dense, grads, strict=True):
         if grad is not None:
-            check_param(spec.options, param, name)  # FSDP may wrap a module later
+            check_param(optimizer._options, param, name)  # FSDP may wrap a module later
             check_grad(param, grad, name)
     previous = () if optimizer._plan is None else optimizer._plan.slots
     hidden = {id(slot.published): slot.scalars for slot in previous if slot.published is not None}
-    builder = SlotBuilder(spec, loaded, copies_weights, hidden)
+    builder = SlotBuilder(optimizer, loaded, copies_weights, hidden)
     slots = []
     for (name, param, number), grad in zip(dense, grads, strict=True):
         held = state.get(param, {})
-        if grad is not None or held or (early is not None and early(param)):
+        if grad is not None or held or id(param) in early:
             grad_dtype = param.dtype if grad is None else grad.dtype
-            sharding, rows = spec.sharding_of(param), None
+            sharding, rows = optimizer._sharding_of(param), None
             if sharding is not None and not is_dtensor(param):
                 rows = OwnRows.of(sharding)
             slot = ParamSlot(name, own_part(param, rows), number, grad_dtype, param, sharding, rows)
@@ -312,17 +296,23 @@ def load_state_dict(optimizer: Optimizer, state_dict: StateDict, *, with_tables:
     Tensors are copied into the optimizer's own memory in their own dtype, or in `state_dtype`. Torch's
     loading would cast fp32 moments down to a bf16 parameter's dtype.
     """
-    _check_format(state_dict)
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(f"expected a state dict; found {type(state_dict).__name__}: read files by torch.load")
+    if not {"state", "param_groups"} <= state_dict.keys():
+        raise ValueError(
+            f"an optimizer's state dict has 'state' and 'param_groups'; found {list(state_dict)[:6]}"
+        )
     state_dict = dict(state_dict)
     for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
         replaced = hook(optimizer, state_dict)
         state_dict = state_dict if replaced is None else replaced
-    spec, groups = optimizer._spec, _loaded_groups(optimizer, state_dict)
+    groups = _loaded_groups(optimizer, state_dict)
     tables = _tables_by_key(optimizer, state_dict) if with_tables else {}
     of_tables = {
-        key: _check_table_state(spec, owned, state_dict["state"].get(key)) for key, owned in tables.items()
+        key: _check_table_state(optimizer, owned, state_dict["state"].get(key))
+        for key, owned in tables.items()
     }
-    _warn_of_losses(spec, state_dict)
+    _warn_of_losses(optimizer._options, state_dict)
     before = optimizer.state, optimizer.param_groups
     optimizer.state = defaultdict(dict, _dense_state(state_dict, _params_by_key(optimizer, state_dict)))
     optimizer.param_groups = groups
@@ -332,23 +322,13 @@ def load_state_dict(optimizer: Optimizer, state_dict: StateDict, *, with_tables:
         optimizer.state, optimizer.param_groups = before
         raise
     for key, owned in tables.items():
-        _load_table_state(spec, owned, of_tables[key])
+        _load_table_state(optimizer._rule, owned, of_tables[key])
         optimizer._tables.publish(optimizer, owned)
     optimizer._drop_plan()  # what the checkpoint lacks is made at the next step
     rounds: Any = state_dict.get(ROUNDS, groups[0].get(ROUNDS, 0))
     optimizer._stats.set_steps(int(rounds))
     for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
         post_hook(optimizer)
-
-
-def _check_format(state_dict: Any) -> None:
-    if not isinstance(state_dict, Mapping):
-        raise TypeError(f"expected a state dict; found {type(state_dict).__name__}: read files by torch.load")
-    if not {"state", "param_groups"} <= state_dict.keys():
-        raise ValueError(
-            f"an optimizer's state dict has 'state' and 'param_groups'; found "
-            f"{', '.join(map(repr, list(state_dict)[:6]))}"
-        )
 
 
 def _loaded_groups(optimizer: Optimizer, state_dict: StateDict) -> Groups:
@@ -383,28 +363,24 @@ def _dense_state(state_dict: StateDict, params: Mapping[Any, Any]) -> dict[Any, 
     return found
 
 
-def _check_table_state(spec: OptimizerSpec, owned: OwnedTable, held: Any) -> dict[str, Any]:
+def _check_table_state(optimizer: Optimizer, owned: OwnedTable, held: Any) -> dict[str, Any]:
     """A table's state in a checkpoint; raise if it does not fit the table."""
-    table, found = owned.table, dict(held or {})
-    known = (*spec.rule.state, *spec.rule.scalars, MASTER, EMA)
-    if odd := [name for name in found if name not in known and not name.startswith("_")]:
-        raise FlatbedError(
-            f"the checkpoint's state of table {owned.name} has '{odd[0]}', which {spec.name} does not keep "
-            f"for tables: it belongs to another optimizer or to a wrapper. Build that one, or delete the key"
-        )
+    table, rule, found = owned.table, optimizer._rule, dict(held or {})
     fields = table._store.record.state
+    known = (*rule.state, *rule.scalars, MASTER, EMA)
+    odd = [name for name in found if name not in known and not name.startswith("_")]
     needed = [name for name in (*table.scalars(), *(f.name for f in fields)) if not name.startswith("_")]
-    missing = [name for name in needed if found.get(name) is None]
-    if found and missing:
+    missing = [name for name in needed if found and found.get(name) is None]
+    if odd or missing:
+        differs = f"has '{odd[0]}'" if odd else f"lacks '{missing[0]}'"
         raise FlatbedError(
-            f"the checkpoint's state of table {owned.name} lacks '{missing[0]}' and has "
-            f"{', '.join(map(repr, found))}: it belongs to another optimizer. Build that one"
+            f"the checkpoint's state of table {owned.name} {differs}: it belongs to another optimizer than "
+            f"{type(optimizer).__name__}, or to a wrapper. Build that one, or delete the key"
         )
     for field in fields:
-        value = found.get(field.name)
-        shape = (table.num_embeddings, field.count)
-        shapes = (shape, shape[:1]) if field.count == 1 else (shape,)
-        if value is not None and tuple(value.shape) not in shapes:
+        value, shape = found.get(field.name), (table.num_embeddings, field.count)
+        is_vector = value is not None and field.count == 1 and tuple(value.shape) == shape[:1]
+        if value is not None and tuple(value.shape) != shape and not is_vector:
             raise FlatbedError(
                 f"state '{field.name}' of table {owned.name} has shape {tuple(value.shape)} in the "
                 f"checkpoint; the table's is {shape}"
@@ -412,7 +388,7 @@ def _check_table_state(spec: OptimizerSpec, owned: OwnedTable, held: Any) -> dic
     return found
 
 
-def _load_table_state(spec: OptimizerSpec, owned: OwnedTable, held: dict[str, Any]) -> None:
+def _load_table_state(rule: Rule, owned: OwnedTable, held: dict[str, Any]) -> None:
     """Write a table's fields and scalars; those that the checkpoint lacks get their first values."""
     table = owned.table
     table._store.set_state_fields(table._store.record.state)
@@ -421,19 +397,18 @@ def _load_table_state(spec: OptimizerSpec, owned: OwnedTable, held: dict[str, An
             write_field(table, field.name, held[field.name].reshape(-1, field.count))
         elif held and field.name.startswith("_"):  # torch does not know it: its state has been through a step
             write_field(table, field.name, torch.ones(table.num_embeddings, 1, device="cpu"))
-    names = [name for name in spec.rule.scalars if name not in owned.row_scalars]
-    hidden = {name: 1.0 for name in names if held and name in spec.rule.hidden_scalars}
+    names = [name for name in rule.scalars if name not in owned.row_scalars]
+    hidden = {name: 1.0 for name in names if held and name in rule.hidden_scalars}
     table._store.scalars = {**hidden, **{name: float(held[name]) for name in names if name in held}}
 
 
-def _warn_of_losses(spec: OptimizerSpec, state_dict: StateDict) -> None:
+def _warn_of_losses(options: StepOptions, state_dict: StateDict) -> None:
     """Warn of averages and masters that a forgotten option would drop."""
     found = {key for value in state_dict["state"].values() if isinstance(value, dict) for key in value}
-    kept = {MASTER: spec.options.master_weights, EMA: spec.options.ema_decay is not None}
-    options = {MASTER: "master_weights=True", EMA: "ema_decay=…"}
+    kept = {MASTER: options.master_weights, EMA: options.ema_decay is not None}
     if lost := [key for key in kept if key in found and not kept[key]]:
         warnings.warn(
             f"the checkpoint has {' and '.join(map(repr, lost))}, which this optimizer does not keep: build "
-            f"it with {' and '.join(options[key] for key in lost)} to continue with it",
+            f"it with master_weights=True or ema_decay=… to continue with it",
             stacklevel=4,
         )

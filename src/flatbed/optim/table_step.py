@@ -17,7 +17,7 @@ from flatbed.distributed.ranks import world_size
 from flatbed.errors import FlatbedError
 from flatbed.kernels import RecordLocation, use_triton
 from flatbed.kernels.step import SKIP, STEPS, Scaling, StepOptions, Update, begin_step, update_rows
-from flatbed.optim.options import LOW, OptimizerSpec, named_params
+from flatbed.optim.options import LOW, named_params
 from flatbed.rule import Group, Rule
 from flatbed.tables.grads import RowGrads, compacted
 from flatbed.tables.record import Field
@@ -40,6 +40,8 @@ class OwnedTable:
     group: int
     row_scalars: tuple[str, ...]
     """The scalars that are in the record of each row."""
+    pack: RowGrads | None = None
+    """The gradients of the present step."""
 
 
 class TableStepper:
@@ -53,7 +55,6 @@ class TableStepper:
         self.tables = tables
         self.step_stats = step_stats
         self.device = step_stats.device
-        self.packs: list[RowGrads | None] = []
         for owned in tables:
             _check_fields(rule, owned, groups[owned.group])
         self._kernels: TritonRows | None = None
@@ -74,10 +75,11 @@ class TableStepper:
         """Return a vector whose sum is the squared norm, the same on ranks of sharded tables."""
         whole: list[Tensor] = []
         sharded: dict[Channel, list[Tensor]] = {}
-        for owned, pack in zip(self.tables, self.packs, strict=True):
+        for owned in self.tables:
             shards = owned.table._shards
-            if pack is not None:
-                (whole if shards is None else sharded.setdefault(shards.channel, [])).append(pack.grads)
+            if owned.pack is not None:
+                held = whole if shards is None else sharded.setdefault(shards.channel, [])
+                held.append(owned.pack.grads)
         found = [self._squares(whole)]
         for channel, grads in sharded.items():
             own = self._squares(grads).sum()
@@ -91,13 +93,14 @@ class TableStepper:
 
     def update(self, options: StepOptions, scaling: Scaling | None, squares: Tensor | None) -> None:
         """Update the rows that have a gradient."""
-        packs, self.packs, kernels = self.packs, [], self._kernels
+        kernels = self._kernels
         if kernels is None:
-            self._update_in_torch(packs, options, scaling, squares)
+            self._update_in_torch(options, scaling, squares)
             return
-        kernels.coefficients.begin_step([int(pack is not None) for pack in packs])
+        kernels.coefficients.begin_step([int(owned.pack is not None) for owned in self.tables])
         kernels.coefficients.prepare(options, scaling, squares)
-        for index, (owned, pack) in enumerate(zip(self.tables, packs, strict=True)):
+        for index, owned in enumerate(self.tables):
+            pack, owned.pack = owned.pack, None
             if pack is None:
                 continue
             store, row_io, batch = owned.table._store, owned.table._local_io, pack.batch
@@ -114,20 +117,15 @@ class TableStepper:
             if not bool(self.step_stats[SKIP]):
                 row_io.scatter_(pack.rows, records)
 
-    def _update_in_torch(
-        self,
-        packs: list[RowGrads | None],
-        options: StepOptions,
-        scaling: Scaling | None,
-        squares: Tensor | None,
-    ) -> None:
+    def _update_in_torch(self, options: StepOptions, scaling: Scaling | None, squares: Tensor | None) -> None:
         norm = None if squares is None else squares.sum().sqrt().float()
         factor, skip = begin_step(options, scaling, norm, self.step_stats)
         scale = None if scaling is None else scaling.scale
         fused = self.rule.fused is not None and self.device.type == "cpu"
         # Noise differs between chunks and tables, and from that of parameters.
         seeds = count(int(self.step_stats[STEPS]) * 1_000_003 + 500_000)
-        for owned, pack in zip(self.tables, packs, strict=True):
+        for owned in self.tables:
+            pack, owned.pack = owned.pack, None
             if pack is not None and not skip:
                 update = Update(self.rule, self.groups[owned.group], fused, scale, factor)
                 own_seeds = seeds if options.stochastic_rounding else None
@@ -170,47 +168,42 @@ def _update_in_chunks(owned: OwnedTable, pack: RowGrads, update: Update, seeds: 
         value.fill_(after[name])
 
 
-def state_fields(spec: OptimizerSpec, group: Group, table: Table) -> tuple[Field, ...]:
+def state_fields(owner: Optimizer, group: Group, table: Table) -> tuple[Field, ...]:
     """The fields of a record besides the weight."""
-    rule, config = spec.rule, table._store.config
+    rule, config = owner._rule, table._store.config
     dtype = torch.promote_types(config.dtype, torch.float32)
     count = 1 if rule.rowwise else config.dim
     kinds: dict[str, tuple[torch.dtype, int]] = dict.fromkeys(rule.state_names(group), (dtype, count))
-    kinds |= dict.fromkeys(spec.row_scalars(group), (torch.float32, 1))
+    kinds |= dict.fromkeys(owner._row_scalars(group), (torch.float32, 1))
     return tuple(Field(name, *kind, float(rule.first_value(group, name))) for name, kind in kinds.items())
 
 
-def check_table(spec: OptimizerSpec, owner: Any, name: str, table: Table, group: Group) -> None:
+def check_table(owner: Optimizer, name: str, table: Table, group: Group) -> None:
     """Raise if a table cannot be trained with these options, or holds state of another optimizer."""
-    options, dtype = spec.options, table._store.config.dtype
+    options, dtype, kind = owner._options, table._store.config.dtype, type(owner).__name__
     wide = torch.promote_types(dtype, torch.float32)
-    if options.master_weights and dtype in LOW:
-        raise ValueError(
-            f"table {name} is {dtype} and has no room for master weights: make it float32, or use "
-            f"stochastic_rounding=True with bfloat16"
-        )
-    if options.ema_decay is not None:
-        raise ValueError(
-            f"ema_decay is not for tables (found {name}): it would have to change rows outside the batch. "
-            f"Give tables an optimizer of their own, without it"
-        )
-    if options.state_dtype not in (None, wide):
-        raise ValueError(f"the state of table {name} is {wide}; found state_dtype={options.state_dtype}")
-    if options.stochastic_rounding and dtype == torch.float16:
-        raise FlatbedError(f"stochastic_rounding is for bf16; table {name} is fp16: make it bf16 or fp32")
-    table._check_attach(owner, state_fields(spec, group, table))
-    expected = set(spec.rule.shown_scalars) - set(spec.row_scalars(group))
+    is_low, is_half = dtype in LOW, dtype == torch.float16
+    for is_wrong, option, reason in (
+        (options.master_weights and is_low, "master_weights", "there is no room for them: make it float32"),
+        (options.ema_decay is not None, "ema_decay", "it would change rows outside the batch: leave it out"),
+        (options.state_dtype not in (None, wide), "state_dtype", f"its state is {wide}"),
+        (options.stochastic_rounding and is_half, "stochastic_rounding", "make it bfloat16 or float32"),
+    ):
+        if is_wrong:
+            raise ValueError(f"{option} is not for table {name} of {dtype}: {reason}")
+    table._check_attach(owner, state_fields(owner, group, table))
+    expected = set(owner._rule.shown_scalars) - set(owner._row_scalars(group))
     known = {scalar for scalar in table._store.scalars if not scalar.startswith("_")}
     if not table._store.state_owned and known and known != expected:
         raise FlatbedError(
-            f"table {name} holds state of another optimizer than {spec.name}: its scalars are "
+            f"table {name} holds state of another optimizer than {kind}: its scalars are "
             f"{sorted(known)}, expected {sorted(expected)}. Give it to the optimizer it was trained with, or "
             f"call table.drop_state() first to start again"
         )
     trained_by = table._store.optimizer
-    if not table._store.state_owned and trained_by not in (None, spec.name):
+    if not table._store.state_owned and trained_by not in (None, kind):
         warnings.warn(
-            f"table {name} holds the state of {trained_by}, and {spec.name} goes on with it: build "
+            f"table {name} holds the state of {trained_by}, and {kind} goes on with it: build "
             f"{trained_by}, or call table.drop_state() first, if that is not meant",
             stacklevel=4,
         )
@@ -229,17 +222,16 @@ class OptimizerTables:
 
     def add(self, owner: Optimizer, name: str, table: Table, number: int) -> None:
         """Make the optimizer own a table. State and scalars from a file or a copy are continued."""
-        spec, group, store = owner._spec, owner.param_groups[number], table._store
-        rule = spec.rule
-        owned = OwnedTable(name, table, number, spec.row_scalars(group))
+        rule, group, store = owner._rule, owner.param_groups[number], table._store
+        owned = OwnedTable(name, table, number, owner._row_scalars(group))
         remembered = {} if store.state_owned else dict(store.scalars)
         # State from elsewhere has been through a step.
         has_state = not store.state_owned and bool(store.record.state)
         stepped = bool(remembered) if rule.shown_scalars else has_state
-        table._attach(owner, state_fields(spec, group, table))
+        table._attach(owner, state_fields(owner, group, table))
         hidden = dict.fromkeys(rule.hidden_scalars, 1.0) if stepped else {}
         shown = {name: value for name, value in owner.state.get(table, {}).items() if value is not None}
-        store.scalars, store.optimizer = hidden | remembered | shown, spec.name
+        store.scalars, store.optimizer = hidden | remembered | shown, type(owner).__name__
         self.owned.append(owned)
         self.publish(owner, owned)
 
@@ -270,8 +262,6 @@ class OptimizerTables:
         """Follow edits of the groups: a table that is in none of them is no longer trained."""
         params = named_params(owner.param_groups)
         found = {id(table): number for _, table, number in params if isinstance(table, Table)}
-        if found.keys() - {id(owned.table) for owned in self.owned}:
-            raise FlatbedError("a table was put into a param group by hand: use optimizer.add_param_group")
         self.owned = [owned for owned in self.owned if id(owned.table) in found]
         for owned in self.owned:
             owned.group = found[id(owned.table)]
@@ -279,8 +269,11 @@ class OptimizerTables:
 
     # ---- a step
 
-    def collect_grads(self, owner: Optimizer) -> list[RowGrads | None]:
-        """The gradients of all tables; with several ranks, their mean. Errors precede any change."""
+    def collect_grads(self, owner: Optimizer) -> list[TableStepper]:
+        """The steppers of all tables, given their gradients; with several ranks, their mean.
+
+        Empty if no table has a gradient. Errors precede any change.
+        """
         several = world_size() > 1
         capturing = any(is_capturing(owned.table._store.device) for owned in self.owned)
         if several:
@@ -302,54 +295,48 @@ class OptimizerTables:
                     "another: capture lookup, backward and optimizer.step() in one CUDA graph, after "
                     "optimizer.zero_grad()"
                 )
-        packs = []
-        for table in [owned.table for owned in self.owned]:
+        for owned in self.owned:
             if several:
-                exchange_grads(table)
-            if not table._needs_grad:
-                table.grad = None
-            packs.append(table._grads.packed())
-        for owned, pack in zip(self.owned, packs, strict=True):
-            if pack is not None and owned.table._store.config.storage == "disk":
-                owned.table._local_io.reserve_space(pack)
-        return packs
+                exchange_grads(owned.table)
+            if not owned.table._needs_grad:
+                owned.table._grads.clear()
+            owned.pack = owned.table._grads.packed()
+        for owned in self.owned:
+            if owned.pack is not None and owned.table._store.config.storage == "disk":
+                owned.table._local_io.reserve_space(owned.pack)
+        return self._current_steppers(owner) if any(owned.pack for owned in self.owned) else []
 
     def _refuse_local_norms(self, owner: Optimizer) -> None:
         """Raise if the norm would differ between ranks: a table that is no replica has its own gradient."""
-        options = owner._options
-        local = [owned.name for owned in self.owned if not owned.table.replicate]
-        if options.needs_norm and 0 < len(local) < len(self.owned):
-            raise FlatbedError(
-                f"max_norm and skip_nonfinite with table {local[0]} (replicate=False): the norm would differ "
-                f"between ranks, and with it the replicas. Give the table an optimizer of its own"
-            )
-        if not options.needs_norm or owner._norm_group is not None:
+        if not owner._options.needs_norm:
             return
-        for owned in self.owned:
+        local = [f"{owned.name} (replicate=False)" for owned in self.owned if not owned.table.replicate]
+        found = local if len(local) < len(self.owned) else []
+        for owned in self.owned if owner._norm_group is None else ():
             shards = owned.table._shards
             if shards is not None and shards.n_ranks < world_size():
-                raise FlatbedError(
-                    f"max_norm and skip_nonfinite with table {owned.name}, which {shards.n_ranks} of "
-                    f"{world_size()} ranks share: the norm would differ between ranks. Shard the table "
-                    f"among all ranks, or pass norm_group= with the ranks that hold other parameters"
-                )
+                found.append(f"{owned.name} ({shards.n_ranks} of {world_size()} ranks share it)")
+        if found:
+            raise FlatbedError(
+                f"max_norm and skip_nonfinite with table {found[0]}: the norm would differ between ranks, "
+                f"and with it the replicas. Give the table an optimizer of its own, shard it among all "
+                f"ranks, or pass norm_group= with the ranks that hold other parameters"
+            )
 
-    def steppers_for(
-        self, owner: Optimizer, packs: list[RowGrads | None], switched: list[bool]
-    ) -> list[TableStepper]:
-        """Return the steppers of all devices, given their gradients. Scalars follow tables that moved.
+    def _current_steppers(self, owner: Optimizer) -> list[TableStepper]:
+        """The steppers of all devices, built again if tables or options have changed since.
 
-        `switched`: the options that decide which tensors of state exist.
+        Scalars follow tables that moved.
         """
         rule, groups = owner._rule, owner.param_groups
-        key: list[Any] = [id(groups), switched]  # all that the launches depend on
+        switches = [option for option in (*rule.state.values(), *rule.row_scalars.values()) if option]
+        key: list[Any] = [id(groups)]  # all that the launches depend on
         for owned in self.owned:
             store, group = owned.table._store, groups[owned.group]
             if any(value.device != store.device for value in store.scalars.values()):
                 self.publish(owner, owned)
             layout = store.device, store.ensure_layout().record, [*map(id, store.scalars.values())]
-            options = [group[option] for option in rule.row_scalars.values() if option is not None]
-            key.append((*layout, owned.group, options))
+            key.append((*layout, owned.group, [group[option] != 0 for option in switches]))
         if key != self._built_from:
             if any(is_capturing(owned.table._store.device) for owned in self.owned):
                 raise FlatbedError("take one eager step with the tables before the capture of a CUDA graph")
@@ -362,7 +349,4 @@ class OptimizerTables:
                 TableStepper(rule, groups, tables, vectors[device]) for device, tables in by_device.items()
             ]
             self._built_from = key
-        given = {id(owned): pack for owned, pack in zip(self.owned, packs, strict=True)}
-        for stepper in self._steppers:
-            stepper.packs = [given[id(owned)] for owned in stepper.tables]
         return self._steppers

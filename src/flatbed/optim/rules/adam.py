@@ -203,15 +203,7 @@ class NAdam(Optimizer):
     """`torch.optim.NAdam` in one pass over memory."""
 
     _rule = Rule(
-        hyperparameters=(
-            "lr",
-            "beta1",
-            "beta2",
-            "eps",
-            "weight_decay",
-            "decoupled_weight_decay",
-            "momentum_decay",
-        ),
+        hyperparameters=(*Adam._rule.hyperparameters, "momentum_decay"),
         state={"exp_avg": None, "exp_avg_sq": None},
         scalars=("step", "mu_product"),
         initial={"mu_product": 1.0},
@@ -289,7 +281,7 @@ class RAdam(Optimizer):
     """`torch.optim.RAdam` in one pass over memory."""
 
     _rule = Rule(
-        hyperparameters=("lr", "beta1", "beta2", "eps", "weight_decay", "decoupled_weight_decay"),
+        hyperparameters=Adam._rule.hyperparameters,
         state={"exp_avg": None, "exp_avg_sq": None},
         reference=radam_reference,
         prepare=radam_prepare,
