@@ -227,7 +227,7 @@ def pipe(path: Path) -> None:
 
 
 WRONG: dict[str, Any] = {
-    "pipe": (pipe, "there is no"),
+    "pipe": (pipe, "is missing, or no file"),
     "empty": (lambda path: path.write_bytes(b""), "damaged"),
     "cut": (lambda path: os.truncate(path, path.stat().st_size - 1), "damaged"),
     "noise": (lambda path: path.write_bytes(np.random.default_rng(0).bytes(5000)), "damaged"),

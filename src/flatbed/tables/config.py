@@ -160,6 +160,17 @@ def part_of(config: Config, rank: int, n_ranks: int, n_rows: int) -> Config:
     return replace(config, n_rows=n_rows, path=path, shard_rank=rank, n_shards=n_ranks)
 
 
+WITHOUT = {
+    "sparse": "gradients of a table have the rows of the batch alone: leave it out",
+    "max_norm": "rows are not renormalised at lookup: leave it out; an optimizer's max_norm clips gradients",
+    "norm_type": "rows are not renormalised at lookup: leave it out",
+    "scale_grad_by_freq": "gradients of repeated ids are summed: leave it out",
+    "_weight": "from_pretrained takes weights",
+    "_freeze": "use emb.requires_grad_(False)",
+}
+"""Arguments of torch's embeddings that tables do not have, and the remedy."""
+
+
 def as_integer(name: str, value: Any) -> int:
     """Return the argument `name` as an int, or raise."""
     try:

@@ -14,7 +14,7 @@ from torch.nn import functional
 from flatbed.cuda.host_memory import available_bytes
 from flatbed.errors import FlatbedError
 from flatbed.progress import note
-from flatbed.tables.config import Config, build_config
+from flatbed.tables.config import WITHOUT, Config, build_config
 from flatbed.tables.ids import as_ids
 from flatbed.tables.lookup import GatherFunction, LookupFunction, prepare_lookup
 from flatbed.tables.parameter import NOT_EXPORTED, SavedWeight, WeightView
@@ -65,7 +65,11 @@ class TableModule(nn.Module):
         cache_rows: int | None = None,
         cache_bytes: int | None = None,
         cache_policy: str = "lfu",
+        **unknown: Any,
     ) -> None:
+        for name in unknown:
+            hint = WITHOUT.get(name, "see help(flatbed.Embedding)")
+            raise TypeError(f"flatbed.{type(self).__name__} has no argument {name!r}: {hint}")
         if not isinstance(replicate, bool):  # "False" would be true
             raise TypeError(f"replicate must be True or False; found {replicate!r}")
         config = build_config(

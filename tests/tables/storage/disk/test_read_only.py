@@ -150,8 +150,9 @@ def test_loading_a_checkpoint(tmp_path: Path) -> None:
     flatbed.save_checkpoint(tmp_path / "copied", emb, copy_disk_tables=True)
     emb.table.save(tmp_path / "t.safetensors")
     emb.table.checkpoint()
+    with pytest.raises(FlatbedError, match="Load the folder that was saved last"):
+        flatbed.load_checkpoint(folder, reader)
     changes = (
-        lambda: flatbed.load_checkpoint(folder, reader),
         lambda: flatbed.load_checkpoint(tmp_path / "copied", reader),
         lambda: table.load(tmp_path / "t.safetensors"),
     )
