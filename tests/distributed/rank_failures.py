@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -34,7 +35,6 @@ TIMEOUT = 6.0  # of ranks that wait for one that may still answer; others need n
 
 def worker(rank: int, folder: Path, kind: str, way: str, culprit: int) -> None:
     dist.init_process_group("gloo", store=store_of(rank, folder), rank=rank, world_size=WORLD)
-    disk = {"storage": "disk", "path": folder / "items.bed"} if way == "disk" else {}
     waits_for = set(range(WORLD)) - (set() if way == "again" else {culprit})
     out = folder / f"{rank}.txt"
     try:
@@ -42,7 +42,7 @@ def worker(rank: int, folder: Path, kind: str, way: str, culprit: int) -> None:
             shorten_timeouts()
             if rank == culprit:
                 os._exit(0)
-        emb = flatbed.Embedding(ROWS, DIM, shard="row", **disk)
+        emb = flatbed.Embedding(ROWS, DIM, shard="row")
         optimizer = flatbed.optim.SGD(emb, lr=0.1)
         train(emb, optimizer, torch.tensor([rank]))
         batches = Batches(rank, kind if rank == culprit else "")
@@ -142,8 +142,9 @@ def fail(emb: flatbed.Embedding, way: str) -> None:
         time.sleep(600)
     elif way in ("raised", "again"):
         raise ValueError("the loss is nan")
-    elif way == "disk":  # the lookups of others fail to read the rows of this rank
-        emb.table.close(discard=True)
+    elif way == "damaged":  # the lookups of others fail to read the rows of this rank
+        failing = mock.Mock(side_effect=flatbed.FlatbedError("items.bed is damaged"))
+        emb.table._local_io.weights = failing  # type: ignore[method-assign]
 
 
 def store_of(rank: int, folder: Path) -> dist.Store:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -15,7 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import flatbed
+from flatbed.data import pipeline
 from flatbed.data.pipeline import THREAD_NAME
+from flatbed.distributed.ranks import LOOK_AROUND
 from tests.distributed.processes import assert_one_fails, assert_raises, interpreted_kernels, main
 
 ROWS, DIM, STEPS = 23, 16, 5
@@ -259,6 +263,16 @@ def leaving_early(_: Path) -> None:
             if n_taken == 3 and dist.get_rank() == 0:
                 break
         assert n_taken == 3
+    rank, kept = dist.get_rank(), loop_over(9, emb)
+    emb(next(kept)["ids"])
+    if rank:  # the others collect the iterator later
+        with mock.patch.object(pipeline, "JOIN_SECONDS", 0.0):
+            kept.close()  # type: ignore[attr-defined]
+    for step, batch in enumerate(loop_over(3, emb)):
+        if rank and step == 1:
+            time.sleep(2 * LOOK_AROUND.total_seconds())
+        emb(batch["ids"])
+    kept.close()  # type: ignore[attr-defined]
     with torch.no_grad():
         for batch in loop_over(3, emb):
             assert torch.equal(emb(batch["ids"]), emb.read_rows(batch["ids"]))

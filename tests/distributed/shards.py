@@ -124,6 +124,8 @@ def search(_: Path) -> None:
     assert ids.shape == (2 + rank, 3)
     assert emb.topk(queries[: 2 * rank], 2)[0].shape == (min(2 * rank, 2 + rank), 2)
     assert_one_fails(0, lambda bad: emb.topk(queries, ROWS if bad else 1), ValueError, "k must be")
+    assert_one_fails(0, lambda bad: emb.topk(queries, 1, chunk_rows=1 - bad), ValueError, "at least 1")
+    assert torch.equal(emb.topk(queries, 1)[1], whole.topk(queries, 1)[1])  # ranks can continue
 
 
 def random_operations(folder: Path) -> None:
@@ -227,6 +229,11 @@ def bad_ids_on_one_rank(_: Path) -> None:
             emb.write_rows([1], values)
     else:
         emb.write_rows([1], values)
+    for is_half_loaded in (True, False):  # by a checkpoint, on all ranks
+        emb.table._store.mark_half_loaded(is_half_loaded)
+        for action in (emb, emb.read_rows, emb.topk) if is_half_loaded else ():
+            with pytest.raises(flatbed.FlatbedError, match="load one again"):
+                action(*((values, 1) if action == emb.topk else ([1],)))
     emb([1, 2]).sum().backward()  # ranks can continue
     optimizer.step()
 

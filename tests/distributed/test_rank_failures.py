@@ -14,7 +14,7 @@ REASONS = {
     "build-finished-1": "",
     "lookup-killed-1": "",
     "lookup-stuck-1": "",
-    "lookup-disk-1": "is closed",
+    "lookup-damaged-1": "items.bed is damaged",
     "loop-killed-1": "",
     "loop-killed-0": "",  # hosts the store
     "loop-raised-1": "left the loop over its Prefetcher after 4 batches (break, or an exception in its body)",

@@ -91,11 +91,11 @@ class LoaderRanks:
             raise left_alone(self._left.rank, self._left.text)
         self._n_taken += 1
 
-    def find_departed(self, in_batch: bool) -> tuple[int, str] | None:
+    def find_departed(self, number: int | None) -> tuple[int, str] | None:
         """Return the rank that this one waits for in vain, and the reason.
 
-        `in_batch`: the training thread waits in a lookup of prefetched ids, and so within the loop. A rank
-        that has left does not make that lookup. It may make others, after the loop.
+        `number`: the exchange ahead of time that the training thread waits to use, if any. If it is of this
+        loop, a rank that has left does not use it. It may make other lookups, after the loop.
         """
         if self._left is None:
             note = read_note(default_store(), self._key)
@@ -103,6 +103,7 @@ class LoaderRanks:
                 return None
             self._left = Departure(*note)
         left = self._left
+        in_batch = number is None or number >> 48 == self.channel.number > 0
         is_missed = in_batch and self.training.n_exchanges > left.n_exchanges
         return (left.rank, left.text) if is_missed or self._n_taken > left.n_taken else None
 

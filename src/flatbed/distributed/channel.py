@@ -72,9 +72,9 @@ class Channel:
         self.n_exchanges = 0
         self.table_numbers = count()
         """Of new tables, which all ranks build in the same order."""
-        # They return a rank that is known never to answer a header, and why; the argument is True if the
-        # header is that of a lookup of prefetched ids, or if the time for it is over.
-        self.watchers: list[Callable[[bool], Departed]] = []
+        # They return a rank that is known never to answer a header, and why, given the number in the header;
+        # None if the time for it is over.
+        self.watchers: list[Callable[[int | None], Departed]] = []
         self.loaders: list[Channel] = []
         self.is_free = False  # of a loader's channel: no loop uses it, and the last one ended on all ranks
         self._lost_key = f"flatbed/{parent.group_name}/{number}/lost"
@@ -119,7 +119,7 @@ class Channel:
         told[:, 2] = counts
         sent = torch.from_numpy(told)
         found = torch.empty_like(sent)
-        departed = partial(self._departed, in_batch=number > 0)
+        departed = partial(self._departed, number)
         with self._named_errors(doing):
             self._wait_for(self._gloo.alltoall_base(found, sent, [], []), departed)
         states, digests, received, numbers = found.T.tolist()
@@ -141,8 +141,8 @@ class Channel:
 
         wait_for(work, check)
 
-    def _departed(self, *, in_batch: bool) -> Departed:
-        found = (watcher(in_batch) for watcher in [*self.watchers])
+    def _departed(self, number: int | None) -> Departed:
+        found = (watcher(number) for watcher in [*self.watchers])
         return next((one for one in found if one is not None), None)
 
     def _give_up(self, departed: Departed = None) -> None:
@@ -270,7 +270,7 @@ class Channel:
         """Name the ranks that are missing if a collective fails."""
 
         def find_departed() -> Any:
-            return read_note(default_store(), self._lost_key) or self._departed(in_batch=True)
+            return read_note(default_store(), self._lost_key) or self._departed(None)
 
         return naming_missing(doing, self.parent, self.ranks, find_departed)
 

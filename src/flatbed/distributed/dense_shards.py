@@ -440,11 +440,13 @@ def plan_pieces(params: Sequence[tuple[Tensor, Sharding]]) -> list[Piece]:
 def _batches(params: list[tuple[Tensor, Sharding]]) -> Iterator[list[tuple[Tensor, Sharding]]]:
     """Split parameters up to the size of a piece."""
     batch: list[tuple[Tensor, Sharding]] = []
+    nbytes = 0
     for param, sharding in params:
-        if batch and sum(p.nbytes for p, _ in batch) + param.nbytes > PIECE_BYTES:
+        if batch and nbytes + param.nbytes > PIECE_BYTES:
             yield batch
-            batch = []
+            batch, nbytes = [], 0
         batch.append((param, sharding))
+        nbytes += param.nbytes
     yield batch
 
 

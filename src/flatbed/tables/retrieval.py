@@ -46,7 +46,7 @@ AHEAD = 2  # blocks that are being copied to the GPU while one is used
 def topk(store: RowStore, queries: Any, k: Any, *, metric: str, chunk_rows: Any) -> tuple[Tensor, Tensor]:
     """Find the k rows with the greatest scores: queries (*shape, dim) → values and ids, (*shape, k)."""
     n_rows = store.config.n_rows - (store.config.local_padding_idx is not None)
-    given, k = _checked(queries, k, metric, dim=store.config.dim, n_rows=n_rows)
+    given, k = _checked(queries, k, metric, chunk_rows, dim=store.config.dim, n_rows=n_rows)
     values, ids = _search(store, given.reshape(-1, store.config.dim), k, metric=metric, chunk_rows=chunk_rows)
     shape = (*given.shape[:-1], k)
     return values.view(shape), ids.view(shape)
@@ -63,7 +63,8 @@ def sharded_topk(
     config, n_ranks = store.config, shards.n_ranks
     with shards.failing_together(TOPK):
         n_rows = shards.n_rows - (config.padding_idx is not None)
-        given, k = _checked(queries, k, metric, dim=config.dim, n_rows=n_rows)
+        given, k = _checked(queries, k, metric, chunk_rows, dim=config.dim, n_rows=n_rows)
+        store.ensure_layout()
     flat = given.detach().reshape(-1, config.dim).to(store.device)
     n_own = [len(flat)] * n_ranks
     facts = {"k": k, "metric": metric, "dtype of queries": flat.dtype}
@@ -83,7 +84,9 @@ def sharded_topk(
     return values[:, :k].reshape(shape), ids.gather(1, order[:, :k]).view(shape)
 
 
-def _checked(queries: Any, k: Any, metric: str, *, dim: int, n_rows: int) -> tuple[Tensor, int]:
+def _checked(
+    queries: Any, k: Any, metric: str, chunk_rows: Any, *, dim: int, n_rows: int
+) -> tuple[Tensor, int]:
     given = as_floats(queries, "queries")
     if given.dim() < 1 or given.shape[-1] != dim:
         raise ValueError(f"queries must be (n, {dim}), as rows are; found shape {tuple(given.shape)}")
@@ -92,6 +95,8 @@ def _checked(queries: Any, k: Any, metric: str, *, dim: int, n_rows: int) -> tup
         raise ValueError(f"k must be between 1 and {n_rows}, the rows besides padding_idx; found {k}")
     if metric not in METRICS:
         raise ValueError(f"metric must be one of {', '.join(METRICS)}; found {metric!r}")
+    if chunk_rows is not None and as_integer("chunk_rows", chunk_rows) < 1:
+        raise ValueError(f"chunk_rows must be at least 1; found {chunk_rows}")
     return given, k
 
 
@@ -102,8 +107,6 @@ def _search(
     """Find the best rows of this rank: (n, dim) → values and ids, (n, k)."""
     config, device = store.config, store.device
     dtype = torch.promote_types(torch.promote_types(queries.dtype, config.dtype), torch.float32)
-    if chunk_rows is not None and as_integer("chunk_rows", chunk_rows) < 1:
-        raise ValueError(f"chunk_rows must be at least 1; found {chunk_rows}")
     with torch.autocast(device.type, enabled=False):
         # A copy, since queries may be a view of a table's weights; contiguous, since torch rounds by strides.
         wanted = queries.detach().to(device, dtype, copy=True, memory_format=torch.contiguous_format)

@@ -219,6 +219,7 @@ class ShardedRowIO:
 
     def exchange(self, doing: str, route: Route, *, admits: bool = False) -> Exchanged:
         """Tell owners which rows are needed. With `admits`, the owners admit them to their caches."""
+        self._lay_out(doing)
         exchanged = self.shards.exchange(doing, route)
         if admits:
             self._admit(exchanged.rows)
@@ -227,6 +228,7 @@ class ShardedRowIO:
     def exchange_again(self, doing: str, batch: LookupBatch, *, admits: bool) -> LookupBatch:
         """Use the exchange of a prefetched batch if all ranks do; otherwise exchange its rows now."""
         assert batch.exchanged is not None
+        self._lay_out(doing)
         exchanged = self.shards.exchange_again(doing, batch.exchanged)
         cache = self.store.cache
         if exchanged is batch.exchanged and cache is not None and cache.protects(batch):
@@ -234,6 +236,11 @@ class ShardedRowIO:
         if admits:
             self._admit(exchanged.rows)
         return replace(batch, exchanged=exchanged, cache=None, admission=None)
+
+    def _lay_out(self, doing: str) -> None:
+        """Make this rank's rows readable, or raise on all ranks, before other ranks wait for them."""
+        with self.shards.failing_together(doing):
+            self.store.ensure_layout()
 
     def _admit(self, rows: Tensor) -> None:
         with self.shards.channel.posting_failures():
