@@ -181,6 +181,19 @@ def test_groups_that_differ_in_state_and_sign_and_come_late(where: str) -> None:
     assert_models_equal(ours, theirs, where)
 
 
+def test_a_group_that_comes_late_beside_a_table(where: str) -> None:
+    emb, first, late = flatbed.Embedding(9, 4, device=where), *(nn.Linear(4, 4).to(where) for _ in range(2))
+    optimizer = flatbed.optim.Adagrad([emb.table, *first.parameters()], lr=0.5)
+    for n_steps in (1, 2):
+        before = emb.read_rows([2]).clone()
+        late(first(emb([2, 3]))).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert not torch.equal(emb.read_rows([2]), before)
+        if n_steps == 1:
+            optimizer.add_param_group({"params": late.parameters()})
+
+
 def test_a_module_and_named_parameters_give_names() -> None:
     model = build("mixed")
     for source in (model, model.named_parameters()):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ import torch
 from torch import nn, optim
 
 import flatbed
-from tests.cases import build, two_groups
+from tests.cases import batches, build, loss_of, two_groups
 from tests.optim.devices import no_waiting
 from tests.optim.test_dropin import give_grads
 
@@ -315,3 +317,49 @@ def test_a_model_that_moves_to_the_gpu_takes_its_state_along() -> None:
         assert a.grad_norm.device == next(ours.parameters()).device
     for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own
+def test_a_compiled_model() -> None:
+    ours, theirs = small_model(), small_model()
+    for forward, model, optimizer in zip(
+        (torch.compile(ours), theirs), (ours, theirs), adam_pair(ours, theirs), strict=True
+    ):
+        for x in batches(4, CUDA):
+            loss_of(forward, x).backward()
+            if model is theirs:
+                nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-4)
+
+
+def test_autocast_with_a_scaler_and_infs() -> None:
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 8, 3))
+    ours = layers.to(CUDA, memory_format=torch.channels_last)  # type: ignore[call-overload]
+    theirs = copy.deepcopy(ours)
+    a = flatbed.optim.SGD(ours.parameters(), lr=0.01, momentum=0.9, fused=True, max_norm=1.0)
+    b = optim.SGD(theirs.parameters(), lr=0.01, momentum=0.9)
+    for model, optimizer in ((ours, a), (theirs, b)):
+        scaler = torch.amp.GradScaler(CUDA, init_scale=2.0**14)
+        for step in range(6):
+            x = torch.randn(4, 3, 12, 12, device=CUDA, generator=torch.Generator(CUDA).manual_seed(step))
+            if step in (1, 3):
+                x[0, 0, 0, 0] = math.inf
+            with torch.autocast(CUDA, dtype=torch.float16):
+                loss = model(x.contiguous(memory_format=torch.channels_last)).float().pow(2).mean()
+            scaler.scale(loss).backward()
+            if model is theirs:
+                scaler.unscale_(b)
+                nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
+            with no_waiting() if model is ours and step else nullcontext():
+                scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        assert scaler.get_scale() == 2.0**12
+    assert int(a.skipped_steps) == 2
+    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert p.isfinite().all()
+        torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-5)

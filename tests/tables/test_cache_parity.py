@@ -19,6 +19,7 @@ import flatbed.optim
 from flatbed.data import Prefetcher
 from flatbed.tables.cache import write_behind
 from flatbed.tables.cache.base import CacheStats
+from flatbed.tables.lookup import RowPrefetch
 from tests.tables.tables import ALL_CASES, BY_NAME, DEVICES, Twins, assert_equal, everything, storage_options
 
 N_ROWS = 40
@@ -230,6 +231,21 @@ def test_ids_changed_in_place_are_not_taken_for_the_prefetched_ones(kernel_devic
         expected = emb.read_rows([7])
         ids.fill_(7)
         assert torch.equal(emb(ids).detach(), expected.expand(4, -1))
+
+
+def test_a_loader_that_reuses_memory_while_rows_are_read(kernel_device: str, tmp_path: Path) -> None:
+    """Rows are read in a thread of its own: the loader may have written the next ids to the same memory."""
+    options = storage_options("disk", tmp_path)
+    emb = flatbed.Embedding(40, 3, cache_rows=20, device=kernel_device, **options)
+    prefetch, ids = RowPrefetch(emb.table, 1), torch.tensor([4, 3, 4])
+    request = prefetch.check([ids], at_once=False)
+    ids.fill_(7)
+    prefetch.read(request)
+    reserved = request.lookups[0].reserved
+    assert reserved is not None
+    assert reserved[1].rows.tolist() == [3, 4]
+    prefetch.finish(request)
+    emb.table.close(discard=True)
 
 
 # ---- operations between steps

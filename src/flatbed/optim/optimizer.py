@@ -23,7 +23,7 @@ from flatbed.optim import options as checks
 from flatbed.optim.options import OF_NORM, ParamsT, describe_for_ranks, named_params
 from flatbed.optim.plan import Plan, StepStats, build_plan, update_all
 from flatbed.optim.state import ROUNDS, build_state_dict, lacks_state, load_state_dict
-from flatbed.optim.table_step import OptimizerTables, check_table
+from flatbed.optim.table_step import OptimizerTables, TableStepper, check_table
 from flatbed.rule import Group, Rule
 from flatbed.tables.table import Table
 
@@ -348,25 +348,33 @@ class Optimizer(torch.optim.Optimizer):
             check_values_exist("a step")
             with torch.no_grad():
                 plan = self._current_plan()
+                # Its errors keep the plan: a CUDA graph can be captured next, without another eager step.
                 table_steppers = self._tables.collect_grads(self) if self._tables.owned else []
-                if plan.masters.slots:
-                    plan.masters.sync_written()
-                owners = plan.collect_grads()
-                if owners is None:  # gradients of another kind: building a plan checks them
-                    plan = self._rebuild()
-                    owners = plan.collect_grads()
-                    assert owners is not None
-                if not (owners or table_steppers):
-                    self._refuse_replaced_params()
-                # Ranks without a gradient take part in the norm of all.
-                if plan.slots or table_steppers or (self._options.needs_norm and plan.shard_groups.many):
-                    update_all(self, plan, owners, table_steppers)
+                try:
+                    self._collect_and_update(plan, table_steppers)
+                except BaseException:
+                    self._drop_plan()  # uploads may not have been issued
+                    raise
             return loss
         except BaseException as error:
-            self._drop_plan()  # uploads may not have been issued
             if self._peers is not None:  # other ranks may wait for the norm or for rows of this one
                 self._peers.tell_step_failure(error)
             raise
+
+    def _collect_and_update(self, plan: Plan, table_steppers: list[TableStepper]) -> None:
+        """Collect the gradients of parameters, and update what has gradients."""
+        if plan.masters.slots:
+            plan.masters.sync_written()
+        owners = plan.collect_grads()
+        if owners is None:  # gradients of another kind: building a plan checks them
+            plan = self._rebuild()
+            owners = plan.collect_grads()
+            assert owners is not None
+        if not (owners or table_steppers):
+            self._refuse_replaced_params()
+        # Ranks without a gradient take part in the norm of all.
+        if plan.slots or table_steppers or (self._options.needs_norm and plan.shard_groups.many):
+            update_all(self, plan, owners, table_steppers)
 
     def _refuse_replaced_params(self) -> None:
         """Raise if only parameters that are not the optimizer's have gradients: it would train nothing."""

@@ -330,7 +330,7 @@ class OptimizerTables:
         """
         rule, groups = owner._rule, owner.param_groups
         switches = [option for option in (*rule.state.values(), *rule.row_scalars.values()) if option]
-        key: list[Any] = [id(groups)]  # all that the launches depend on
+        key: list[Any] = [id(groups), len(groups)]  # all that the launches depend on
         for owned in self.owned:
             store, group = owned.table._store, groups[owned.group]
             if any(value.device != store.device for value in store.scalars.values()):

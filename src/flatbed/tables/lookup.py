@@ -267,7 +267,9 @@ class RowPrefetch:
         """Raise IndexError for ids out of range: here if `at_once`, otherwise in `begin`."""
         request, n_rows = PrefetchRequest([], ids), self.table.num_embeddings
         for one in ids:
-            lookup = LookupRequest(one, as_ids(one.cpu()))
+            sought = as_ids(one.cpu())
+            # A copy for the thread that reads: the loader may write its next batch to the same memory.
+            lookup = LookupRequest(one, sought.clone() if self.reads_disk else sought)
             request.lookups.append(lookup)
             try:
                 check_range(lookup.sought, n_rows)
