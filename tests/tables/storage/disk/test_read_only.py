@@ -172,9 +172,11 @@ def test_checkpoint_that_was_half_copied_is_read_from_its_journal(tmp_path: Path
     emb.table.close(discard=True)
     before = files(tmp_path)
     assert set(before) == {"t.bed", "t.bed.journal"}
-    found = served(tmp_path).read_rows(EVERY)
+    table = served(tmp_path)
+    found = table.read_rows(EVERY)
     assert (found[:20] == 2).all()
     assert (found[20:] == 1).all()
+    assert (table.read_rows(EVERY[20:]) == 1).all()  # none of which are in the journal
     assert files(tmp_path) == before
     DiskStorage.open(tmp_path / "t.bed").close()
 

@@ -23,6 +23,7 @@ from flatbed.tables.storage.disk.checked_records import (
     as_records,
     check_rows,
     has_sums,
+    head,
     map_records,
     rows_of,
     take,
@@ -153,7 +154,7 @@ class ReadOnlyStorage:
                 changed, records = version.changed
                 at = np.searchsorted(changed, rows).clip(max=len(changed) - 1)
                 found = np.flatnonzero(changed[at] == rows)
-                out[found] = records[at[found]].view(np.uint8).reshape(len(found), -1)[:, : out.shape[1]]
+                as_records(out)[found] = head(records, out.shape[1])[at[found]]
                 unchanged = rows[changed[at] != rows]
             stamp = version.stamp
             try:
