@@ -211,3 +211,12 @@ def test_a_model_with_other_parameters_is_not_trained_in_silence(grads: Any) -> 
     backward(model)
     with pytest.warns(UserWarning, match="no parameter of this FlatParams has a gradient"):
         optimizer.step()
+
+
+def test_check_names_a_layer_that_was_replaced() -> None:
+    model = nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 1))
+    flat = FlatParams(model, missing="zero")
+    model[1] = nn.Linear(7, 1)
+    assert [problem.split()[0] for problem in flat.check()] == ["'1.weight'", "'1.bias'"]
+    with pytest.raises(FlatbedError, match=r"no longer part of the module.*new FlatParams"):
+        flat.assert_valid()

@@ -220,6 +220,20 @@ def test_add_param_group_in_mid_training() -> None:
     assert_same(*models)
 
 
+@pytest.mark.parametrize("options", [{}, {"per_row_steps": True}], ids=str)
+def test_groups_built_again(options: Any) -> None:
+    first, second = made(), made()
+    optimizer = flatbed.optim.Adam(first.parameters(), lr=0.1, **options)
+    for emb in (first, first, second):
+        optimizer.param_groups.clear()
+        optimizer.add_param_group({"params": emb.parameters()})
+        before = emb.weight.detach().clone()
+        emb(torch.arange(3)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.testing.assert_close(emb.weight.detach()[:3], before[:3] - 0.1)
+
+
 def test_ways_to_name_a_table() -> None:
     model = Model(made())
     table = model.emb.table

@@ -154,11 +154,19 @@ def unfit(p: torch.Tensor) -> str | None:
 
 def find_problems(flat: FlatParams) -> list[str]:
     """Describe every problem, without changing anything."""
+    replaced = [entry for entry, _ in _replacements(flat)]
     problems = [
         f"'{entry.name}': the module holds another Parameter object in its place, as after "
         f"load_state_dict(assign=True); {REBIND}"
-        for entry, _ in _replacements(flat)
+        for entry in replaced
     ]
+    if flat._inputs.module is not None:
+        present = {id(p) for p in (*flat._inputs.module.parameters(), *(e.parameter for e in replaced))}
+        problems += [
+            f"'{entry.name}' is no longer part of the module: its layer was replaced; {REBUILD}"
+            for entry in flat._entries
+            if id(entry.parameter) not in present
+        ]
     for buffer in flat._buffers:
         problems += [_describe(buffer, i) for i in buffer.relocated()]
         if buffer.flat_is_relocated():

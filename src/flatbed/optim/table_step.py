@@ -222,6 +222,11 @@ class OptimizerTables:
 
     def add(self, owner: Optimizer, name: str, table: Table, number: int) -> None:
         """Make the optimizer own a table. State and scalars from a file or a copy are continued."""
+        again = [owned for owned in self.owned if owned.table is table]  # of a group that was removed
+        if again and table._owner is owner:
+            again[0].name, again[0].group = name, number
+            return
+        self.owned = [owned for owned in self.owned if owned.table is not table]
         rule, group, store = owner._rule, owner.param_groups[number], table._store
         owned = OwnedTable(name, table, number, owner._row_scalars(group))
         remembered = {} if store.state_owned else dict(store.scalars)
@@ -336,7 +341,7 @@ class OptimizerTables:
             if any(value.device != store.device for value in store.scalars.values()):
                 self.publish(owner, owned)
             layout = store.device, store.ensure_layout().record, [*map(id, store.scalars.values())]
-            key.append((*layout, owned.group, [group[option] != 0 for option in switches]))
+            key.append((id(owned), *layout, owned.group, [group[option] != 0 for option in switches]))
         if key != self._built_from:
             if any(is_capturing(owned.table._store.device) for owned in self.owned):
                 raise FlatbedError("take one eager step with the tables before the capture of a CUDA graph")
