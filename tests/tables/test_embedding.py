@@ -99,6 +99,7 @@ def test_first_weights(tmp_path: Path) -> None:
         ((3, 4), {"device": "meta"}, flatbed.FlatbedError, '"cpu" or "cuda".*"meta"'),
         ((3, 4), {"dtype": "float16"}, ValueError, "found 'float16'"),
         ((3, 4), {"init": "xavier"}, ValueError, r"init='xavier'.*low, high.$"),
+        ((3, 4), {"init": ("normal", 0, 1e5), "dtype": torch.float16}, ValueError, "torch.float16 ends at"),
         ((3, 4), {"seed": "1"}, TypeError, "seed.*'1'"),
         ((3, 4), {"max_norm": True}, TypeError, "has no argument 'max_norm'.*optimizer's max_norm"),
         ((3, 4), {"_weight": True}, TypeError, "has no argument '_weight'.*from_pretrained"),

@@ -125,7 +125,7 @@ def build_config(
             raise ValueError(f"padding_idx must be within the {n_rows} rows; found {padding_idx}")
         padding_idx %= n_rows
     given = {"init": init, "seed": seed}
-    return Config(
+    config = Config(
         n_rows=n_rows,
         dim=as_integer("embedding_dim", embedding_dim),
         dtype=torch.get_default_dtype() if dtype is None else dtype,
@@ -137,6 +137,8 @@ def build_config(
         asked=frozenset(name for name, value in given.items() if value is not None) | {"padding_idx"},
         **others,
     )
+    initializers.check_fits(config.init, config.dtype)
+    return config
 
 
 def part_of(config: Config, rank: int, n_ranks: int, n_rows: int) -> Config:

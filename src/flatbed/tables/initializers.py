@@ -19,6 +19,7 @@ CHUNK = 1 << 17  # elements drawn at once: long enough that threads seldom compe
 MOST_THREADS = 8  # on 16 cores, 16 threads took longer than 8
 BLOCK = 8  # 32-bit words per step of the Philox counter
 SKIPPED_WORDS = 1024  # of 64 bits per row: as many are drawn in the time of two calls
+TAIL = 7.0  # bound of a draw in standard deviations: sqrt(2 ln 2**33) is 6.8
 NUMBERS = {"zeros": (), "constant": ("value",), "normal": ("mean", "std"), "uniform": ("low", "high")}
 """Names of the numbers of each kind of initializer."""
 FORMS = '"normal", "uniform", "zeros", a number, ("normal", mean, std), ("uniform", low, high)'
@@ -48,6 +49,17 @@ class Init:
         if self.kind == "uniform" and self.numbers[0] > self.numbers[1]:
             raise ValueError("low must not be above high, found low={}, high={}".format(*self.numbers))
 
+    @property
+    def largest(self) -> float:
+        """A bound of all magnitudes."""
+        if self.kind == "normal":
+            mean, std = self.numbers
+            return abs(mean) + TAIL * std
+        if self.kind == "uniform":
+            low, high = self.numbers
+            return max(abs(low), abs(high), high - low)
+        return abs(self.numbers[0]) if self.numbers else 0.0
+
 
 def parse(init: object) -> Init:
     """Return the initializer for an `init` argument, in one of the forms of `FORMS`."""
@@ -68,6 +80,15 @@ def describe(init: Init) -> dict[str, Any]:
 def described(init: Mapping[str, Any]) -> Init:
     """Invert `describe`. Raises KeyError, TypeError or ValueError for wrong descriptions."""
     return Init(init["kind"], tuple(init[name] for name in NUMBERS[init["kind"]]))
+
+
+def check_fits(init: Init, dtype: torch.dtype) -> None:
+    """Raise if values would overflow. Random ones are drawn in float32 for every dtype."""
+    limit = torch.finfo(dtype).max
+    if init.kind != "constant":
+        limit = min(limit, torch.finfo(torch.float32).max)
+    if init.largest > limit:
+        raise ValueError(f"{init} reaches {init.largest:.3g}, but {dtype} ends at {limit:.3g}")
 
 
 def fill_(
