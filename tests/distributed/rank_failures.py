@@ -63,7 +63,11 @@ def worker(rank: int, folder: Path, kind: str, way: str, culprit: int) -> None:
 
 
 class Batches(Dataset[Tensor]):
-    """Ids of a rank. "workers": the worker that loads them ends itself. "late": their end takes long."""
+    """Ids of a rank.
+
+    "workers": the worker that loads them ends itself. "late": their end takes long. "longer": there is another
+    batch, which fails.
+    """
 
     def __init__(self, rank: int, failure: str) -> None:
         self.rank, self.failure = rank, failure
@@ -78,6 +82,8 @@ class Batches(Dataset[Tensor]):
 
     def __iter__(self) -> Iterator[Tensor]:
         yield from (self[step] for step in range(5 if self.failure == "late" else STEPS))
+        if self.failure == "longer":
+            raise ValueError("a file is damaged")
         if self.failure == "late":  # loaders of other ranks wait for this one when the loop's body fails
             time.sleep(0.1)
 
@@ -91,7 +97,8 @@ def prefetched(kind: str, batches: Batches, emb: flatbed.Embedding) -> Any:
     if kind == "lookup":
         return batches
     loader = DataLoader(batches, batch_size=None, num_workers=1) if kind == "workers" else batches
-    found = flatbed.Prefetcher(loader, {emb: lambda ids: ids}, depth=0 if kind == "threadless" else 2)
+    depth, uneven = 0 if kind == "threadless" else 2, "empty" if kind == "longer" else "stop"
+    found = flatbed.Prefetcher(loader, {emb: lambda ids: ids}, depth=depth, uneven=uneven)
     return iter(found) if kind == "with" else found
 
 
@@ -107,7 +114,7 @@ def loop(
     """Train, and fail in this way in the loop's body, if this rank is to fail."""
     with batches if kind == "with" else nullcontext():
         for step, ids in enumerate(batches):
-            if step == (STEPS - 1 if kind == "last" else 3):
+            if step == (STEPS - 1 if kind == "last" else 3) and kind != "longer":
                 if way == "stuck" or kind in ("other", "threadless"):
                     shorten_timeouts(emb)
                 if fails and way == "left":

@@ -21,6 +21,7 @@ REASONS = {
     "with-raised-1": "failed after 4 batches of its Prefetcher (ValueError: the loss is nan)",
     # torch's signal handler raises wherever the training thread is, which may end before it can tell why.
     "workers-ended-1": "",
+    "longer-failed-1": "failed after 9 batches of its Prefetcher (ValueError: a file is damaged)",
     "loop-again-1": "left the loop over its Prefetcher after 4",
     "late-again-1": "left the loop over its Prefetcher after 4",
     "loop-stuck-1": "",

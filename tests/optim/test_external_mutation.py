@@ -110,6 +110,22 @@ def test_parameters_of_another_shape_in_the_same_memory(
     assert all(map(torch.equal, *outcomes))  # nothing outside the parameter was written, too
 
 
+def test_transposed_parameter_between_others(where: str) -> None:
+    """Autograd gives its gradient the new strides; its state gets them, too."""
+    outcomes = []
+    for make in (flatbed.optim.SGD, optim.SGD):
+        params = [nn.Parameter(torch.arange(16.0, device=where).view(4, 4)) for _ in range(3)]
+        optimizer = make(params, lr=1.0, momentum=0.5)
+        for step in range(6):
+            if step in (2, 4):
+                params[1].data = params[1].data.t()
+            optimizer.zero_grad()
+            sum((p * torch.arange(16.0, device=where).view(4, 4)).sum() for p in params).backward()
+            optimizer.step()
+        outcomes.append([*params, *(optimizer.state[p]["momentum_buffer"] for p in params)])
+    assert all(map(torch.equal, *outcomes))
+
+
 def test_swapped_parameters_and_future_conversion(where: str) -> None:
     model = build("mixed", where)
     optimizer = flatbed.optim.Adam(model.parameters(), lr=0.01)

@@ -25,7 +25,10 @@ APART = 4  # calls between two interruptions
 
 
 def interrupted(
-    act: Callable[[], Any], number: int, within: str = SOURCE, errors: list[BaseException] | None = None
+    act: Callable[[], Any],
+    number: int,
+    within: str | tuple[str, ...] = SOURCE,
+    errors: list[BaseException] | None = None,
 ) -> bool:
     """Interrupt at a call, where Python handles signals; returns False if there are fewer calls.
 
@@ -75,9 +78,9 @@ def records(emb: Any) -> Tensor:
     return torch.cat([weight, *state.values()], 1)
 
 
-def answered(ask: Callable[[], Tensor]) -> Tensor:
+def answered(ask: Callable[[], Any]) -> Any:
     """Ask in another thread: no lock may be left behind."""
-    answer: Future[Tensor] = Future()
+    answer: Future[Any] = Future()
 
     def run() -> None:
         try:
@@ -131,19 +134,22 @@ def test_rows_of_an_interrupted_step(storage: str, tmp_path: Path) -> None:
     assert number > 200
 
 
-def test_interrupted_exit_of_a_context_leaves_no_lock(tmp_path: Path) -> None:
+@pytest.mark.parametrize("cache_rows", [0, 6])
+def test_interrupted_step_leaves_no_lock(cache_rows: int, tmp_path: Path) -> None:
     """Also while the user's debugger or notebook holds the traceback."""
     number, errors = 1, list[BaseException]()
+    within = f"{SOURCE}/tables", contextlib.__file__
     while True:
-        emb, optimizer = made("disk", tmp_path / str(number), cache_rows=0)
+        emb, optimizer = made("disk", tmp_path / str(number), cache_rows)
         step(emb, optimizer, BATCHES[0])
-        if not interrupted(partial(step, emb, optimizer, BATCHES[1]), number, contextlib.__file__, errors):
+        if not interrupted(partial(step, emb, optimizer, BATCHES[1]), number, within, errors):
             break
         answered(partial(records, emb))
+        answered(emb.table.checkpoint)
         emb.table.close(discard=True)
         number += 1
     emb.table.close(discard=True)
-    assert number > 10
+    assert number > 100
 
 
 @pytest.mark.usefixtures("kernel_device")

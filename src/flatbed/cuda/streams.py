@@ -48,7 +48,7 @@ Locks, in the order in which a thread may take them (`LOCK_ORDER`)
 | "progress" | the progress bar |
 
 A thread that holds a lock takes only locks further down. `FLATBED_DEBUG_LOCKS=1` checks that at every
-`OrderedLock`. The condition of `DiskStorage`'s readers is taken last, and nothing is taken under it.
+`OrderedLock`.
 """
 
 from __future__ import annotations

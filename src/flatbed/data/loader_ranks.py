@@ -53,6 +53,7 @@ class Departure(NamedTuple):
     n_exchanges: int  # those that its training thread has begun
     rank: int
     text: str
+    has_failed: bool
 
 
 class LoaderRanks:
@@ -167,7 +168,7 @@ class LoaderRanks:
         if why:
             text = f"failed after {n} batches of its Prefetcher ({why})"
         # A loader that has failed does not keep the training thread from the batches before.
-        return Departure(n, self._n_exchanges or NEVER, dist.get_rank(), text)
+        return Departure(n, self._n_exchanges or NEVER, dist.get_rank(), text, bool(why))
 
     @property
     def _doing(self) -> str:
@@ -177,12 +178,12 @@ class LoaderRanks:
         return self.channel.announce(self._doing, [count] * len(self.channel.ranks), state=state)
 
     def _others_left(self, header: Header, *, is_end: bool) -> bool:
-        """Raise, unless the loop ends here anyway and the ranks that left it took all of its batches."""
+        """Raise, unless the loop ends here anyway and the ranks that left it, without an error, took all of it."""
         texts = self.channel.gather_texts("", doing=self._doing)
         self._finish()
         self._left = left = min(Departure(*json.loads(text)) for text in texts if text)
         is_end = is_end or (self.uneven == "stop" and ENDED in header.states)
-        if is_end and left.n_taken == self.n_loaded:
+        if is_end and left.n_taken == self.n_loaded and not left.has_failed:
             return False
         raise left_alone(left.rank, left.text)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -158,14 +158,18 @@ class Prefetcher:
             return batches
         if self._is_read:  # an epoch without batches would pass for training
             raise FlatbedError(
-                f"an earlier loop has read the loader to its end, and a {type(batches).__name__} can be read "
+                f"an earlier loop has read the loader to its end, or to an error, and a {type(batches).__name__} can be read "
                 "once: give a list, a DataLoader or another object that can be iterated over again"
             )
         return self._read_once(batches)
 
     def _read_once(self, batches: Iterator[Any]) -> Iterator[Any]:
-        for batch in batches:  # noqa: UP028  # a generator of the user is not closed with this one
+        is_generator = isinstance(batches, Generator)  # it also ends by an error
+        self._is_read = is_generator
+        for batch in batches:  # a generator of the user is not closed with this one
+            self._is_read = False
             yield batch
+            self._is_read = is_generator
         self._is_read = True
 
 

@@ -88,19 +88,21 @@ class HostIndexCache:
             self.location = RecordLocation(None, self.records, *maps)
 
     @contextmanager
-    def _access(self) -> Iterator[None]:
-        """Hold the lock, and order the current stream after the access before."""
-        with self.lock:
-            on_gpu = self.device.type == "cuda"
-            stream = torch.cuda.current_stream(self.device) if on_gpu else None
-            if stream is not None and self._last is not None:
-                stream.wait_event(self._last)
-            self._end_released(stream)
-            try:
-                yield
-            finally:
-                if stream is not None:
-                    self._last = stream.record_event()
+    def _ordered(self) -> Iterator[None]:
+        """Order the current stream after the access before.
+
+        The caller takes the lock itself: Ctrl-C as this ends could leave the lock taken.
+        """
+        on_gpu = self.device.type == "cuda"
+        stream = torch.cuda.current_stream(self.device) if on_gpu else None
+        if stream is not None and self._last is not None:
+            stream.wait_event(self._last)
+        self._end_released(stream)
+        try:
+            yield
+        finally:
+            if stream is not None:
+                self._last = stream.record_event()
 
     # ---- admission and reservations
 
@@ -115,7 +117,7 @@ class HostIndexCache:
         if on_checked is not None:
             on_checked()
         rows = unique.rows.to(CPU)
-        with self._access():
+        with self.lock, self._ordered():
             self._admit(rows[rows >= 0])
         return unique, None
 
@@ -124,7 +126,7 @@ class HostIndexCache:
 
         Returns None if they do not fit in addition to other reservations.
         """
-        with self._access():
+        with self.lock, self._ordered():
             slots = None if self.retired else self._admit(rows, all_or_nothing=True)
             if slots is None:
                 return None
@@ -264,7 +266,7 @@ class HostIndexCache:
     def gather(self, ids: Tensor, nbytes: int | None = None) -> Tensor:
         """Read records, or their first bytes, to the computing device; ids are on the host."""
         nbytes = self.record.nbytes if nbytes is None else nbytes
-        with self._access():
+        with self.lock, self._ordered():
             self.writer.finish()
             slots = self.index.slot_of_row[ids].long()
             cached = slots >= 0
@@ -280,7 +282,7 @@ class HostIndexCache:
 
     def scatter_(self, ids: Tensor, records: Tensor) -> None:
         """Replace records; those in storage first, since that may fail."""
-        with self._access():
+        with self.lock, self._ordered():
             self.writer.finish()
             self.reserve_space(ids, None)
             slots = self.index.slot_of_row[ids].long()
@@ -310,7 +312,7 @@ class HostIndexCache:
             self.writer.clear()
 
     def drop(self) -> None:
-        with self._access():
+        with self.lock, self._ordered():
             self.flush()
             self._clear()
 
@@ -321,7 +323,7 @@ class HostIndexCache:
             self.retired = True
 
     def abandon(self) -> None:
-        with self._access():
+        with self.lock, self._ordered():
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
             self.writer.abandon()

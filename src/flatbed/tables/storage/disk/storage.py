@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import secrets
+import time
 import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from threading import get_ident
 from typing import Any, TypeVar
 
 import numpy as np
@@ -22,7 +24,6 @@ from flatbed.tables.files import NotSynced
 from flatbed.tables.record import Record
 from flatbed.tables.storage.base import CPU, Fill
 from flatbed.tables.storage.disk.checked_records import (
-    Readers,
     as_records,
     check_rows,
     drop_sums,
@@ -63,7 +64,7 @@ class DiskStorage:
         self.record, self.n_rows, self.path = identity.record, state.n_rows, files.table.path
         self._state = state
         self._files = files
-        self._readers = Readers()
+        self._readers: set[int] = set()  # threads that read the file without the lock
         self._sealed: Sealed | None = None  # the next checkpoint, durable, and not yet in the table
         self._is_held = False  # between `prepare` and `release`, rows cannot change
         self._broken: str | None = None
@@ -93,7 +94,7 @@ class DiskStorage:
         """Close the file. Rows changed since the last checkpoint are lost; a second call does nothing."""
         if self._files.is_open:
             with self._files.lock:
-                self._readers.wait()
+                self._wait_for_readers()
                 self._files.close()
 
     def check(self) -> None:
@@ -148,8 +149,8 @@ class DiskStorage:
 
         First those in the journal; then those in the file, without the lock: a disk is slow.
         """
-        out, pool = as_records(into.numpy()), self._files.pool
-        with ExitStack() as reading:
+        out, pool, thread = as_records(into.numpy()), self._files.pool, get_ident()
+        try:
             with self._files.lock:
                 self._begin()
                 rows = rows_of(ids, self.n_rows)
@@ -158,10 +159,17 @@ class DiskStorage:
                 take(self._files.journal.records, entries[changed], out[: len(changed)], pool)
                 table, records = self._files.table, self._files.table.rows
                 assert records is not None
-                reading.enter_context(self._readers)
+                self._readers.add(thread)
             take(records, rows[others], out[len(changed) :], pool)
             check_rows(table, rows[others], pool)  # after the copy, which has read the pages in parallel
+        finally:
+            self._readers.discard(thread)  # not by a context manager: Ctrl-C could leave the thread in
         return np.concatenate((changed, others))
+
+    def _wait_for_readers(self) -> None:
+        """Wait for other threads, before the file changes. The lock, which is held, lets no new ones in."""
+        while self._readers - {get_ident()}:
+            time.sleep(0.001)
 
     def scatter_(self, ids: Tensor, records: Tensor) -> None:
         """Replace the records of rows; they reach the file with the next checkpoint."""
@@ -280,7 +288,7 @@ class DiskStorage:
             self._begin()
             assert self._sealed is not None, "call prepare first"
             journal = self._files.journal
-            self._readers.wait()
+            self._wait_for_readers()
             self._sealed = sealed = replace(self._sealed, decision=None)  # decided
             try:
                 apply(self._files.table, sealed)
@@ -302,7 +310,7 @@ class DiskStorage:
             table, nbytes = self._files.table, self.record.nbytes
             state = replace(self._next(meta), n_rows=n_rows)
             table.reserve(file_size(n_rows, nbytes))
-            self._readers.wait()
+            self._wait_for_readers()
             sums = self._sums().copy()
             try:
                 drop_sums(table, nbytes)  # the new rows are written over them
@@ -344,7 +352,7 @@ class DiskStorage:
         """Replace the file by a draft: a checkpoint, after which this storage is closed."""
         with self._files.lock:
             self._begin(change=True)
-            self._readers.wait()
+            self._wait_for_readers()
             made = draft.publish()
             self._files.close()
         return DiskStorage(*made)
