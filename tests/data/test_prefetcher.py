@@ -234,6 +234,14 @@ def test_a_generator_goes_on_after_a_break_and_not_after_its_end(depth: int) -> 
     assert list(Prefetcher(iter([]), device="cpu")) == []
 
 
+def test_a_generator_is_read_once_if_it_fails() -> None:
+    prefetcher = Prefetcher((1 // i for i in (1, 0, 1)), device="cpu")
+    with pytest.raises(ZeroDivisionError):
+        list(prefetcher)
+    with pytest.raises(FlatbedError, match="to an error, and a generator can be read once"):
+        list(prefetcher)
+
+
 # ---- pin
 
 

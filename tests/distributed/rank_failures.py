@@ -65,8 +65,8 @@ def worker(rank: int, folder: Path, kind: str, way: str, culprit: int) -> None:
 class Batches(Dataset[Tensor]):
     """Ids of a rank.
 
-    "workers": the worker that loads them ends itself. "late": their end takes long. "longer": there is another
-    batch, which fails.
+    "workers": the worker that loads them ends itself. "late": their end takes long. "longer": there is
+    another batch, which fails.
     """
 
     def __init__(self, rank: int, failure: str) -> None:

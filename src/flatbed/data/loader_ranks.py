@@ -178,7 +178,7 @@ class LoaderRanks:
         return self.channel.announce(self._doing, [count] * len(self.channel.ranks), state=state)
 
     def _others_left(self, header: Header, *, is_end: bool) -> bool:
-        """Raise, unless the loop ends here anyway and the ranks that left it, without an error, took all of it."""
+        """Raise, unless the loop ends here, and the ranks that left took all batches without an error."""
         texts = self.channel.gather_texts("", doing=self._doing)
         self._finish()
         self._left = left = min(Departure(*json.loads(text)) for text in texts if text)

@@ -158,8 +158,9 @@ class Prefetcher:
             return batches
         if self._is_read:  # an epoch without batches would pass for training
             raise FlatbedError(
-                f"an earlier loop has read the loader to its end, or to an error, and a {type(batches).__name__} can be read "
-                "once: give a list, a DataLoader or another object that can be iterated over again"
+                f"an earlier loop has read the loader to its end, or to an error, and a "
+                f"{type(batches).__name__} can be read once: give a list, a DataLoader or another object "
+                "that can be iterated over again"
             )
         return self._read_once(batches)
 

@@ -34,12 +34,12 @@ def as_ids(ids: Any, *, name: str = "ids") -> Tensor:
                 f"{name} must be integers in a tensor, a numpy array or a list; found {type(ids).__name__}"
             )
         if ids.dtype.kind not in "iu":
-            raise TypeError(f"{name} must be integers; found an array of {ids.dtype}: use .astype(int)")
+            raise TypeError(f"{name} must be integers; found {ids.dtype}: convert them (a mask by nonzero)")
         return torch.from_numpy(np.require(ids, np.int64, ["C", "W"]))
     if ids.dtype == torch.uint64:
         return ids.view(torch.int64)
     if ids.dtype not in INTEGERS:
-        raise TypeError(f"{name} must be integers; found a tensor of {ids.dtype}: use .long()")
+        raise TypeError(f"{name} must be integers; found {ids.dtype}: use .long(), or nonzero() of a mask")
     found: Tensor = ids.detach()
     return found if found.dtype == torch.int64 else found.to(torch.int64)
 
