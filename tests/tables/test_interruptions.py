@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import sys
 import threading
 from collections.abc import Callable
@@ -47,6 +48,7 @@ def interrupted(
                 sys.setprofile(None)
                 raise KeyboardInterrupt
 
+    gc.disable()  # an error in the finalizer of another table would reach no one
     sys.setprofile(profile)
     try:
         act()
@@ -56,6 +58,7 @@ def interrupted(
         return True
     finally:
         sys.setprofile(None)
+        gc.enable()
     return n_seen >= number
 
 
