@@ -288,7 +288,7 @@ class Simulation:
         self.training, self.side = Stream(), Stream()
         self.current = self.training
         self.work: list[Work] = []
-        self.pending: list[list[LookupBatch]] = []
+        self.pending: list[tuple[list[LookupBatch], Any]] = []
         self.begun: list[list[LookupBatch]] = []
         self.cache.device = torch.device("cuda")
         admit = kernels.admit
@@ -301,6 +301,7 @@ class Simulation:
 
         monkeypatch.setattr(kernels, "admit", issue_admission)
         monkeypatch.setattr(gpu, "is_capturing", lambda device: False)
+        monkeypatch.setattr(gpu, "stream_for", lambda device, purpose: self.side)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.current)
 
     def issue(self, rows: set[int], *, is_admission: bool = False) -> None:
@@ -312,15 +313,13 @@ class Simulation:
         for keys in lookups:
             found = self.cache.prefetch(keys, window=self.window, reservation=None)
             if found is not None:
-                unique, number, ready = found
-                batches.append(LookupBatch(keys.shape, keys, unique, self.cache, number, ready=ready))
+                batches.append(LookupBatch(keys.shape, keys, found[0], self.cache, found[1]))
         self.current = self.training
-        self.pending.append(batches)
+        self.pending.append((batches, self.side.record_event()))
 
     def begin(self) -> None:
-        batches = self.pending.pop(0)
-        for batch in batches:
-            self.training.wait_event(batch.ready)
+        batches, ready = self.pending.pop(0)
+        self.training.wait_event(ready)
         self.begun.append(batches)
 
     def use(self, batch: LookupBatch | None, rows: Tensor) -> None:

@@ -5,8 +5,8 @@ Streams of one device
 | stream | work | thread |
 |---|---|---|
 | training: the user's current stream | lookups, backward passes, steps | training thread |
-| "batches" | copies of batches | loader thread; training thread for small batches |
-| "rows" | admissions ahead of time | training thread |
+| "batches" | copies of batches | loader thread |
+| "rows" | admissions ahead of time, and copies of small batches | training thread |
 | "files" | records read from disk | loader thread |
 | "scan" | blocks of a table for `topk`, which begins with an idle GPU | training thread |
 
@@ -15,11 +15,10 @@ Events between them, and the reason for each
 | event | waits for it | reason |
 |---|---|---|
 | `MovedBatch.arrived`, after the copies of a batch | "rows" | admissions read the ids of the batch |
-| | training | the model reads the batch |
+| `PendingBatch.ready`, after copies and admissions | training | the step reads the batch and its slots |
 | `earlier_steps`: training, at each `next` of a loop | "rows" | an admission may evict rows of those steps |
 | | loader thread | a large batch is copied after the step of an earlier one: few are on the device |
-| `LookupBatch.ready`, after an admission | training | lookup and step use slots that the admission filled |
-| the last one, `GpuCache._prefetch_done` | training | uses rows that `protects` does not cover |
+| "rows", at work on rows that `GpuCache.protects` does not cover | training | admissions may move them |
 | training, at such work | "rows" | the next admission may evict these rows |
 | `Reservation.ready`, after records were read | "rows" | the lookup reads them |
 | `HostIndexCache._last`, after an access | "files", training | the next access sees its records |
@@ -28,9 +27,9 @@ Events between them, and the reason for each
 | `arrived`, for loaders that reuse memory | the loader's stream | the loader writes to these tensors again |
 | "scan", after a block | training | `topk` compares queries with the block |
 
-`record_stream` tells torch's allocator of memory that another stream uses: ids and batches (of "batches", for
-"rows" and training), and the tensors of an admission (of "rows", for training). Staging memory is pinned by
-torch's allocator, which keeps a block until its copy is done.
+`record_stream` tells torch's allocator of memory of "batches" that "rows" and training use. Memory of "rows"
+needs none: each `next` lets "rows" wait for training before it allocates, and drops a batch only then.
+Staging memory is pinned by torch's allocator, which keeps a block until its copy is done.
 
 CUDA graphs are captured in the user's stream. From the first captured lookup on, a table's rows are not
 prefetched to the GPU: see `tables.cache.gpu`.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, fields, is_dataclass
 from operator import is_
 from typing import Any, TypeAlias
@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_is_leaf, tree_unflatten
 
-from flatbed.cuda.streams import stream_for
 from flatbed.tables.ids import INTEGERS, as_ids
 from flatbed.tables.table import Table
 
@@ -113,12 +112,11 @@ def as_tensor(array: Array) -> Any:
     if array.dtype.kind not in "biufc" or isinstance(array, np.ma.MaskedArray):
         return array
     native = np.dtype(array.dtype.newbyteorder("=").str)  # one name for equal types, as long and int64
-    itemsize = array.dtype.itemsize
-    is_plain = array.dtype.isnative and array.flags.writeable
-    if not is_plain or any(stride < 0 or stride % itemsize for stride in array.strides):
-        array = np.array(array, native, order="C")
+    if array.flags.writeable and array.dtype == native:
+        with suppress(TypeError, ValueError):
+            return torch.from_numpy(array.view(native))
     try:
-        return torch.from_numpy(array.view(native))
+        return torch.from_numpy(np.array(array, native, order="C"))
     except TypeError:  # long double
         return array
 
@@ -168,21 +166,25 @@ class MovedBatch:
     owners: list[Tensor] = field(default_factory=list)
     """Tensors that own the memory of the batch on a GPU."""
     arrived: Any = None
-    """The event after the copies; None on a CPU."""
+    """The event after copies in the stream "batches"; None if they are in the current stream."""
     nbytes: int = 0
     """The size of the tensors that were copied to a GPU."""
 
+    def record_stream(self, stream: torch.cuda.Stream | None) -> None:
+        """Keep the memory until this stream, None on a CPU, has used it."""
+        for tensor in self.owners:
+            tensor.record_stream(stream)  # type: ignore[arg-type,unused-ignore]
+
 
 class BatchMover:
-    """Moves batches to a device; on a GPU in the stream "batches", or in the current one.
+    """Moves batches to a device.
 
     `is_reused`: the loader may write to a batch when it makes the next one. No tensor shares its memory then.
     """
 
-    def __init__(self, device: torch.device, *, is_reused: bool = False, in_current: bool = False) -> None:
+    def __init__(self, device: torch.device, *, is_reused: bool = False) -> None:
         self.device, self.is_reused = device, is_reused
         self.on_gpu = device.type == "cuda"
-        self._stream = stream_for(device, "batches") if self.on_gpu and not in_current else None
 
     def to_host(self, batch: Any) -> tuple[Any, list[Any]]:
         """Turn arrays into tensors, and pin objects that move themselves. Returns each leaf once, too."""
@@ -204,20 +206,29 @@ class BatchMover:
         host = map_leaves(convert, batch)
         return host, [found for _, found in seen.values()]
 
-    def move(self, batch: Any, leaves: list[Any], extra: Sequence[Tensor] = ()) -> MovedBatch:
-        """Issue the copies of a batch with these leaves, and of the tensors `extra`. Does not wait."""
+    def move(
+        self,
+        batch: Any,
+        leaves: list[Any],
+        extra: Sequence[Tensor] = (),
+        stream: torch.cuda.Stream | None = None,
+    ) -> MovedBatch:
+        """Issue the copies of a batch with these leaves, and of the tensors `extra`. Does not wait.
+
+        Copies to a GPU are issued in `stream`, or in the current stream.
+        """
         tensors = {id(leaf): leaf for leaf in (*leaves, *extra) if isinstance(leaf, Tensor)}
         has_objects = any(not isinstance(leaf, Tensor) for leaf in leaves)
         if not self.on_gpu:
             return MovedBatch(batch, tensors, has_objects)
-        stream = self._stream or torch.cuda.current_stream(self.device)
         origins = {tensor.device for tensor in tensors.values() if tensor.is_cuda}
         for origin in origins:  # the loader's own work
-            stream.wait_event(torch.cuda.current_stream(origin).record_event())
-        with torch.cuda.stream(stream):
+            copies = stream or torch.cuda.current_stream(self.device)
+            copies.wait_stream(torch.cuda.current_stream(origin))
+        with nullcontext() if stream is None else torch.cuda.stream(stream):
             sent, owners = send([*tensors.values()], self.device, is_reused=self.is_reused)
-            arrived = stream.record_event()
-        if self.is_reused:
+        arrived = None if stream is None else stream.record_event()
+        if self.is_reused and arrived is not None:
             for origin in origins:  # the loader may write there again
                 torch.cuda.current_stream(origin).wait_event(arrived)
         moved = dict(zip(tensors, sent, strict=True))
@@ -225,18 +236,8 @@ class BatchMover:
         nbytes = sum(tensor.nbytes for tensor in owners if tensor.layout == torch.strided)
         return MovedBatch(there, moved, has_objects, owners, arrived, nbytes)
 
-    def hand_out(self, moved: MovedBatch, stream: torch.cuda.Stream | None) -> Any:
-        """Return the batch for the training stream, which waits for the copies.
-
-        Objects that move themselves are moved here: their memory then belongs to the training stream.
-        """
-        if stream is not None:
-            stream.wait_event(moved.arrived)
-            for tensor in moved.owners:
-                tensor.record_stream(stream)  # type: ignore[arg-type,unused-ignore]
-        return map_leaves(self._move_object, moved.batch) if moved.has_objects else moved.batch
-
-    def _move_object(self, leaf: Any) -> Any:
+    def move_object(self, leaf: Any) -> Any:
+        """Move a leaf that moves itself, in the current stream; return another leaf as it is."""
         if not moves_itself(leaf):
             return leaf
         if self.on_gpu:

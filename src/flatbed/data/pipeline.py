@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from flatbed.cuda.streams import relax_capture, stream_for
-from flatbed.data.batches import BatchMover, MovedBatch, Selector, select_ids, without_rows
+from flatbed.data.batches import BatchMover, MovedBatch, Selector, map_leaves, select_ids, without_rows
 from flatbed.data.loader_ranks import NO_BATCH, LoaderRanks
 from flatbed.data.sm_reserve import SmPolicy
 from flatbed.distributed.ranks import reason_of
@@ -60,6 +60,8 @@ class PendingBatch:
     requests: deque[tuple[RowPrefetch, PrefetchRequest]] = field(default_factory=deque)
     """For each table, the rows that it prefetches for this batch."""
     moved: MovedBatch | None = None
+    ready: Any = None
+    """The event after copies and admissions in the stream "rows"; None on a CPU."""
 
     def finish(self) -> None:
         """End all requests, each once, also if two threads do so."""
@@ -112,6 +114,8 @@ class Pipeline:
         self.n_permits = 0
         """Batches that the loader threads have still to deliver."""
         self._threads: list[threading.Thread] = []
+        self._copies: torch.cuda.Stream | None = None
+        """The stream of the loader threads; without threads, batches are copied in the current stream."""
         self._process = os.getpid()
 
     # ---- in the loader threads
@@ -167,7 +171,7 @@ class Pipeline:
             if earlier_steps is not None:
                 earlier_steps.synchronize()  # the device holds no more than depth + 1 batches
             extra = [tensor for _, request in pending.requests for tensor in request.tensors]
-            pending.moved = moved = self.mover.move(batch, leaves, extra)
+            pending.moved = moved = self.mover.move(batch, leaves, extra, self._copies)
             # Objects that move themselves may have been pinned, at any size.
             if self.depth and (is_late or moved.has_objects or moved.nbytes > INLINE_BYTES):
                 self.needs_threads = True
@@ -207,6 +211,7 @@ class Pipeline:
     def start(self) -> None:
         """Start the threads."""
         self.is_threaded, settings = True, thread_settings()
+        self._copies = stream_for(self.mover.device, "batches") if self.mover.on_gpu else None
         for one in zip(self._stages, self._queues, self._queues[1:], strict=False):
             thread = threading.Thread(target=self._run, args=(*one, settings), name=THREAD_NAME, daemon=True)
             self._threads.append(thread)
@@ -288,9 +293,8 @@ class PrefetchIterator(Iterator[Any]):
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
         self._end: End | None = None
-        device = pipeline.mover.device
-        on_gpu = device.type == "cuda" and bool(pipeline.lookups)
-        self._rows = stream_for(device, "rows") if on_gpu else None
+        mover = pipeline.mover
+        self._rows = stream_for(mover.device, "rows") if mover.on_gpu and pipeline.depth else None
         self._in_rows: Any = nullcontext() if self._rows is None else torch.cuda.stream(self._rows)
         self._close = weakref.finalize(self, pipeline.close)
         _open.add(self)
@@ -302,29 +306,36 @@ class PrefetchIterator(Iterator[Any]):
         try:
             if pipeline.is_closed:
                 raise StopIteration
-            if pipeline.in_use is not None:
-                pipeline.in_use.finish()
-            if pipeline.mover.on_gpu:
-                stream = torch.cuda.current_stream(pipeline.mover.device)
+            if self._rows is not None:
+                stream = torch.cuda.current_stream(self._rows.device_index)
                 earlier_steps = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call,unused-ignore]
                 earlier_steps.record(stream)
-                if self._rows is not None:
-                    self._rows.wait_event(earlier_steps)
+                self._rows.wait_event(earlier_steps)
+            if pipeline.in_use is not None:
+                pipeline.in_use.finish()
+                pipeline.in_use.moved = None  # after "rows" waits, where this memory may be used again
             if pipeline.ranks is not None:
                 pipeline.ranks.begin()
-            self._take_batches()
+            with self._in_rows:
+                self._take_batches()
             if pipeline.is_closed or not pipeline.ready:  # another thread may close, or the loader
                 self._raise_end()
             if pipeline.ranks is not None:
                 pipeline.ranks.take_batch()
             pending = pipeline.in_use = pipeline.ready.popleft()
             assert pending.moved is not None
+            if stream is not None:
+                stream.wait_event(pending.ready)
             for prefetch, request in pending.requests:
                 prefetch.begin(request, stream)
-            batch = pipeline.mover.hand_out(pending.moved, stream)
-            pending.moved = None  # the loop alone holds the batch
+            batch = pending.moved.batch
+            if pending.moved.has_objects:
+                batch = map_leaves(pipeline.mover.move_object, batch)
             if pipeline.is_threaded:
+                pending.moved.record_stream(stream)
                 pipeline.permit(earlier_steps)
+            if pipeline.is_threaded or self._rows is None:
+                pending.moved = None  # the loop alone holds the batch, which may be large
             if pipeline.sms is not None:
                 pipeline.sms.adjust()
             return batch
@@ -355,9 +366,9 @@ class PrefetchIterator(Iterator[Any]):
         """Take all batches that are loaded; wait for one only if none is ready.
 
         Their rows are admitted in the stream "rows", after the copies of the ids. Without threads, batches
-        are loaded here.
+        are loaded here, and copied in that stream.
         """
-        pipeline = self._pipeline
+        pipeline, rows = self._pipeline, self._rows
         while self._end is None:
             if pipeline.needs_threads and not pipeline.is_threaded:
                 pipeline.start()
@@ -377,17 +388,17 @@ class PrefetchIterator(Iterator[Any]):
                 self._end = taken
                 return
             pipeline.ready.append(taken)
-            if not taken.requests:
-                continue
             assert taken.moved is not None
             moved = taken.moved.tensors
-            if self._rows is not None:
-                self._rows.wait_event(taken.moved.arrived)
-            with self._in_rows:
-                for prefetch, request in taken.requests:
-                    for tensor in request.tensors if self._rows is not None else ():
-                        moved[id(tensor)].record_stream(self._rows)  # type: ignore[arg-type,unused-ignore]
-                    prefetch.admit(request, moved)
+            taken.ready = taken.moved.arrived
+            for prefetch, request in taken.requests:
+                if rows is not None and taken.moved.arrived is not None:
+                    rows.wait_event(taken.moved.arrived)
+                    for tensor in request.tensors:
+                        moved[id(tensor)].record_stream(rows)  # type: ignore[arg-type,unused-ignore]
+                prefetch.admit(request, moved)
+            if rows is not None and (taken.requests or taken.ready is None):
+                taken.ready = rows.record_event()
 
     def _fail(self, error: BaseException) -> None:
         """Close, and let the loader thread tell other ranks the reason."""

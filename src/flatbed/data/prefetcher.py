@@ -132,7 +132,7 @@ class Prefetcher:
         device = self.device
         is_pinned = self.pin and device.type == "cuda"
         is_reused = self.depth > 0 and not is_pinned and _may_reuse(self.loader)
-        mover = BatchMover(device, is_reused=is_reused, in_current=self.depth == 0)
+        mover = BatchMover(device, is_reused=is_reused)
         sms = None
         if self.reserve_sms is not None and self.depth and self._selectors:
             sms = SmPolicy(device, [*self._selectors], self.reserve_sms)

@@ -96,7 +96,7 @@ def blas_handles(device: torch.device) -> list[int]:
         note()
         there = torch.zeros((), device=device, requires_grad=True)
         there.register_hook(note)  # type: ignore[no-untyped-call]  # autograd's thread calls it
-        there.clone().backward()  # type: ignore[no-untyped-call]
+        (2 * there).backward()  # type: ignore[no-untyped-call]  # a kernel gives the thread its CUDA context
     return handles
 
 

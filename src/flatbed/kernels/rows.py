@@ -34,9 +34,14 @@ def unique(keys: Tensor, n_rows: int, first_error: Tensor | None = None) -> Uniq
     return UniqueRows(torch.where(in_range, found, NONE).to(torch.int64), inverse)
 
 
+def key_dtype(n_rows: int, device: torch.device) -> torch.dtype:
+    """Return the dtype of keys: the one that kernels sort fastest, or int64."""
+    return torch.int32 if n_rows <= INT32_ROWS and use_triton(device) else torch.int64
+
+
 def to_int32_keys(ids: Tensor, n_rows: int) -> Tensor:
     """Convert ids, (n,), to int32 keys where kernels sort them and they fit; -1 for an id that is no row."""
-    if n_rows > INT32_ROWS or ids.dtype != torch.int64 or not use_triton(ids.device):
+    if ids.dtype != torch.int64 or key_dtype(n_rows, ids.device) != torch.int32:
         return ids
     from flatbed.kernels._triton.rows import BLOCK, TO_INT32_KEYS
 

@@ -16,7 +16,7 @@ from flatbed.distributed.channel import Channel
 from flatbed.distributed.row_shards import Exchanged
 from flatbed.errors import FlatbedError
 from flatbed.kernels import NONE, UniqueRows, check_values_exist, sentinel_of, use_triton
-from flatbed.kernels.rows import INT32_ROWS, mask_row, segment_sum, to_int32_keys, unique
+from flatbed.kernels.rows import key_dtype, mask_row, segment_sum, to_int32_keys, unique
 from flatbed.tables.cache.base import LookupBatch
 from flatbed.tables.cache.host_index import HostIndexCache, Reservation
 from flatbed.tables.ids import NO_ERROR, as_ids, check_range, new_first_error, to_device
@@ -131,8 +131,7 @@ def _check_bags(ids: Tensor) -> None:
 def _keys(ids: Tensor, n_rows: int, device: torch.device, *, in_range: bool = False) -> Tensor:
     """Return ids as keys on the computing device, flat, in the dtype that kernels sort fastest."""
     if in_range:  # copied in that dtype
-        is_int32 = n_rows <= INT32_ROWS and use_triton(device)
-        return to_device(ids.flatten(), device, torch.int32 if is_int32 else torch.int64)
+        return to_device(ids.flatten(), device, key_dtype(n_rows, device))
     return to_int32_keys(ids.flatten().to(device, non_blocking=True), n_rows)
 
 
@@ -221,8 +220,10 @@ class LookupRequest:
 
     source: Tensor
     """The ids as they are in the batch."""
-    sought: Tensor
-    """The rows of this rank that are looked up, with repeats; on the host."""
+    n_ids: int
+    """How many are looked up in the rows of this rank."""
+    rows: Tensor | None
+    """The unique rows on the host, if they are read from disk or exchanged with other ranks."""
     exchanged: Exchanged | None = None
     """If the table is sharded, the rows that ranks have asked each other for; on the host."""
     reserved: tuple[HostIndexCache, Reservation] | None = None
@@ -266,17 +267,17 @@ class RowPrefetch:
     def check(self, ids: list[Tensor], *, at_once: bool) -> PrefetchRequest:
         """Raise IndexError for ids out of range: here if `at_once`, otherwise in `begin`."""
         request, n_rows = PrefetchRequest([], ids), self.table.num_embeddings
+        needs_rows = self.reads_disk or self.table._shards is not None
         for one in ids:
             sought = as_ids(one.cpu())
-            # A copy for the thread that reads: the loader may write its next batch to the same memory.
-            lookup = LookupRequest(one, sought.clone() if self.reads_disk else sought)
-            request.lookups.append(lookup)
             try:
-                check_range(lookup.sought, n_rows)
+                check_range(sought, n_rows)
             except IndexError as error:
                 if at_once:
                     raise IndexError(f"the lookups of {self.table!r}: {error}") from None
                 request.is_in_range = False
+            rows = torch.unique(sought) if needs_rows else None
+            request.lookups.append(LookupRequest(one, sought.numel(), rows))
         return request
 
     def exchange(self, request: PrefetchRequest, channel: Channel) -> None:
@@ -285,9 +286,10 @@ class RowPrefetch:
         if shards is None:
             return
         for lookup in request.lookups:
-            route = shards.route(torch.unique(lookup.sought))
-            found = lookup.exchanged = shards.exchange_ahead(route, channel)
-            lookup.sought = found.rows
+            assert lookup.rows is not None
+            found = lookup.exchanged = shards.exchange_ahead(shards.route(lookup.rows), channel)
+            lookup.n_ids = found.rows.numel()
+            lookup.rows = torch.unique(found.rows) if self.reads_disk else None
             request.tensors += [found.route.order, found.route.rows, found.rows]
 
     def read(self, request: PrefetchRequest) -> None:
@@ -297,7 +299,7 @@ class RowPrefetch:
         if self._admits:
             self._reserve(request)
         else:
-            rows = torch.cat([torch.unique(lookup.sought) for lookup in request.lookups])
+            rows = torch.cat([lookup.rows for lookup in request.lookups if lookup.rows is not None])
             for some in torch.split(rows, READ_ROWS):
                 with suppress(FlatbedError):  # another thread may replace the file
                     self.store.ensure_layout().gather(some)
@@ -305,16 +307,17 @@ class RowPrefetch:
     def _reserve(self, request: PrefetchRequest) -> None:
         """Reserve the rows of all lookups in the cache, which reads them."""
         # The present cache, if any: replacing it here would take it from the training thread.
-        n_sought = sum(lookup.sought.numel() for lookup in request.lookups)
-        found = self.store.cache or self.store.ensure_cache(n_sought, n_batches=self.depth + 1)
+        n_ids = sum(lookup.n_ids for lookup in request.lookups)
+        found = self.store.cache or self.store.ensure_cache(n_ids, n_batches=self.depth + 1)
         if found is None:
             return
         cache = cast(HostIndexCache, found)  # the kind that tables on disk have
         on_gpu = self.store.device.type == "cuda"
         with torch.cuda.stream(stream_for(self.store.device, "files") if on_gpu else None):
             for lookup in request.lookups:
+                assert lookup.rows is not None
                 try:
-                    reservation = cache.reserve(torch.unique(lookup.sought))
+                    reservation = cache.reserve(lookup.rows)
                 except FlatbedError:
                     self.finish(request)
                     if not cache.retired:  # otherwise the file was replaced
@@ -331,23 +334,23 @@ class RowPrefetch:
         ordered after their copies, and after the training work on batches before the one handed out next.
         """
         lookups = request.lookups
-        n_sought = sum(lookup.sought.numel() for lookup in lookups)
+        n_ids = sum(lookup.n_ids for lookup in lookups)
         cache = None
-        if self._admits and n_sought and request.is_in_range:
-            cache = self.store.ensure_cache(n_sought, n_batches=self.depth + 1)
+        if self._admits and n_ids and request.is_in_range:
+            cache = self.store.ensure_cache(n_ids, n_batches=self.depth + 1)
         # Keeps the batch that is handed out next, and all between it and this lookup.
         window = (self.depth + 1) * len(lookups) - 1
         for lookup in lookups:
             ids = moved[id(lookup.source)]
             if cache is not None:
-                rows = ids if lookup.exchanged is None else moved[id(lookup.sought)]
-                keys = to_int32_keys(as_ids(rows).reshape(-1), self.store.config.n_rows)
+                rows = ids if lookup.exchanged is None else moved[id(lookup.exchanged.rows)]
+                keys = rows.flatten().to(key_dtype(self.store.config.n_rows, self.store.device))
                 reserved_in, reservation = lookup.reserved or (None, None)
                 if reserved_in is not cache:  # the table has had another cache since
                     reservation = None
                 found = cache.prefetch(keys, window=window, reservation=reservation)
                 if found is not None:
-                    lookup.batch = LookupBatch(rows.shape, keys, found[0], cache, found[1], ready=found[2])
+                    lookup.batch = LookupBatch(rows.shape, keys, found[0], cache, found[1])
             if lookup.exchanged is not None:
                 lookup.batch = self._exchanged_batch(ids, lookup, moved)
             if lookup.batch is not None:
@@ -360,7 +363,7 @@ class RowPrefetch:
         """Return the batch of a lookup in the rows of all ranks; `lookup.batch` is that of this rank."""
         assert lookup.exchanged is not None
         exchanged, route, n_rows = lookup.exchanged, lookup.exchanged.route, self.table.num_embeddings
-        keys = to_int32_keys(as_ids(ids).reshape(-1), n_rows)
+        keys = ids.flatten().to(key_dtype(n_rows, self.store.device))
         found = unique(keys, n_rows)
         # Both are in ascending order. Kernels return more rows, of which the last are -1.
         order, rows = moved[id(route.order)], moved[id(route.rows)]
@@ -369,25 +372,17 @@ class RowPrefetch:
         batch = LookupBatch(ids.shape, keys, found, exchanged=exchanged)
         if lookup.batch is not None:
             batch.cache, batch.admission = lookup.batch.cache, lookup.batch.admission
-        if self.store.device.type == "cuda":
-            batch.ready = torch.cuda.current_stream(self.store.device).record_event()
         return batch
 
     def begin(self, request: PrefetchRequest, stream: torch.cuda.Stream | None = None) -> None:
-        """Order the training stream, None on a CPU, after the admission, and let lookups find it.
+        """Let lookups in the training stream, None on a CPU, find the prefetched batches.
 
         Raises IndexError if ids are out of range; the table may have grown since they were checked.
         """
         if not request.is_in_range:
             self.check(request.tensors, at_once=True)
         self._training_stream = stream
-        batches = [lookup.batch for lookup in request.lookups if lookup.batch is not None]
-        for batch in batches if stream is not None else ():
-            assert stream is not None
-            if batch.ready is not None:
-                stream.wait_event(batch.ready)
-            batch.record_stream(stream)
-        self.table._prefetched.extend(batches)
+        self.table._prefetched += [lookup.batch for lookup in request.lookups if lookup.batch is not None]
 
     # ---- in any thread
 

@@ -33,20 +33,11 @@ class LookupBatch:
     ids: Tensor | None = None
     """The ids that a prefetched batch was made of, and their version."""
     version: int = -1
-    ready: torch.cuda.Event | None = None
-    """Recorded in the stream that prefetched the batch."""
     weights: Tensor | None = None
     """The weights of the unique rows, if the lookup has read them, and the table's generation then."""
     generation: tuple[int, int] = (-1, -1)
     exchanged: Exchanged | None = None
     """Of a sharded table: the rows that ranks have asked each other for. Values are read later."""
-
-    def record_stream(self, stream: torch.cuda.Stream) -> None:
-        """Keep the tensors, which were allocated in another stream, until this stream has used them."""
-        found = self.unique
-        for tensor in (self.keys, found.rows, found.inverse, found.order, found.starts, found.rank):
-            if tensor is not None:
-                tensor.record_stream(stream)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,9 @@ into the cache together, so that all their rows are in slots.
   run at the same time. Prefetches need no order among themselves, since they run in one stream.
 - Training work on the batch with admission t needs no order with prefetches, if `protects(t)`: no later
   admission so far could evict the batch's rows (t >= `_oldest_protected`), and those of the next `next` wait
-  for the work. `RowPrefetch.begin` orders the work after admission t itself.
+  for the work. The `next` that hands out a batch orders its step after admission t itself.
 - All other work (older batches, ids that were not prefetched, `read_rows`, `flush`) calls
-  `wait_for_prefetch`: the current stream waits for the last prefetch, and the next prefetch waits for the
+  `wait_for_prefetch`: the current stream waits for the stream "rows", and the next prefetch waits for the
   current stream.
 - The index's clock on the device and `_n_admissions` on the host count the same admissions.
 - CUDA graphs run admissions that the host does not count. From the first captured admission on, nothing is
@@ -31,7 +31,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from flatbed.cuda.streams import is_capturing, relaxed_capture
+from flatbed.cuda.streams import is_capturing, relaxed_capture, stream_for
 from flatbed.errors import FlatbedError
 from flatbed.kernels import RecordLocation, UniqueRows
 from flatbed.kernels.cache import CacheIndex
@@ -69,7 +69,7 @@ class GpuCache:
         self._window = 0
         self._oldest_protected = 1
         self._streams_to_await: set[torch.cuda.Stream] = set()  # by the next prefetch
-        self._prefetch_done: torch.cuda.Event | None = None
+        self._has_prefetched = False
 
     # ---- admission
 
@@ -90,28 +90,21 @@ class GpuCache:
         assert found is not None
         return found
 
-    def prefetch(
-        self, keys: Tensor, *, window: int, reservation: object
-    ) -> tuple[UniqueRows, int, torch.cuda.Event | None] | None:
-        """Admit a batch ahead of time, in the current stream; None if its rows cannot be kept.
+    def prefetch(self, keys: Tensor, *, window: int, reservation: object) -> tuple[UniqueRows, int] | None:
+        """Admit a batch ahead of time, in the stream "rows"; None if its rows cannot be kept.
 
-        They are, if its ids fit in addition to those of the last `window` admissions. The current stream is
-        ordered after the training work on all batches before these. Also returns the event after it.
+        They are, if its ids fit in addition to those of the last `window` admissions. The stream is ordered
+        after the training work on all batches before these.
         """
         if self.in_graphs:
             return None
-        stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
-        while stream is not None and self._streams_to_await:
-            stream.wait_stream(self._streams_to_await.pop())
-        try:
-            found = self._admit(keys, window, must_fit=True)
-        finally:
-            if stream is not None:
-                self._prefetch_done = stream.record_event()
-        if found is None:
-            return None
-        self._window = window
-        return *found, self._prefetch_done
+        while self._streams_to_await:
+            stream_for(self.device, "rows").wait_stream(self._streams_to_await.pop())
+        self._has_prefetched = True
+        found = self._admit(keys, window, must_fit=True)
+        if found is not None:
+            self._window = window
+        return found
 
     def _admit(
         self,
@@ -149,9 +142,9 @@ class GpuCache:
         """End prefetching for good, since replays run admissions that the host does not see."""
         if not self.in_graphs:
             self.in_graphs, self._window = True, 0
-            if self._prefetch_done is not None:
+            if self._has_prefetched and self.device.type == "cuda":
                 with relaxed_capture():
-                    self._prefetch_done.synchronize()
+                    stream_for(self.device, "rows").synchronize()
 
     # ---- order between streams: see the module's docstring
 
@@ -172,10 +165,10 @@ class GpuCache:
             raise FlatbedError(INTERRUPTED)
         if self.device.type != "cuda" or is_capturing(self.device):
             return
-        stream = torch.cuda.current_stream(self.device)
+        stream = torch.cuda.current_stream(self.device.index)
         self._streams_to_await.add(stream)
-        if self._prefetch_done is not None:
-            stream.wait_event(self._prefetch_done)
+        if self._has_prefetched:
+            stream.wait_stream(stream_for(self.device, "rows"))
 
     # ---- rows
 

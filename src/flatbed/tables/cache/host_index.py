@@ -157,15 +157,13 @@ class HostIndexCache:
 
     def prefetch(
         self, keys: Tensor, *, window: int, reservation: Reservation | None
-    ) -> tuple[UniqueRows, Reservation, torch.cuda.Event | None] | None:
+    ) -> tuple[UniqueRows, Reservation] | None:
         """Find the unique rows of a batch whose rows are reserved; None without a reservation."""
         if reservation is None or reservation.epoch != self.epoch:
             return None
-        if reservation.ready is None:
-            return ops.unique(keys, self.n_rows), reservation, None
-        stream = torch.cuda.current_stream(self.device)
-        stream.wait_event(reservation.ready)
-        return ops.unique(keys, self.n_rows), reservation, stream.record_event()
+        if reservation.ready is not None:
+            torch.cuda.current_stream(self.device.index).wait_event(reservation.ready)
+        return ops.unique(keys, self.n_rows), reservation
 
     def oldest(self, batches: list[LookupBatch]) -> LookupBatch | None:
         """Return None: a reservation is for the rows of one batch."""

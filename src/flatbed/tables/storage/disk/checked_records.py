@@ -35,6 +35,7 @@ T = TypeVar("T")
 THREADS = 16  # more than cores: threads wait for the disk, which serves many requests at a time
 READ_PART = 256 << 10  # bytes for a thread that waits for the disk
 MEMORY_PART = 8 << 20  # bytes for a thread that copies within memory: starting one costs the training thread
+SUMMED_PART = 2 << 20  # bytes for a thread that also computes checksums
 COLD_SHARE = 64  # from one page in so many rows on that was not in memory, threads wait for the disk
 
 

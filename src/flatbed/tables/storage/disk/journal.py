@@ -22,7 +22,13 @@ from flatbed.cuda.host_memory import available_bytes
 from flatbed.errors import DamagedFileError, FlatbedError
 from flatbed.progress import progress
 from flatbed.tables.files import NoSpace, read_small
-from flatbed.tables.storage.disk.checked_records import MEMORY_PART, CopyThreads, row_sums, split
+from flatbed.tables.storage.disk.checked_records import (
+    MEMORY_PART,
+    SUMMED_PART,
+    CopyThreads,
+    row_sums,
+    split,
+)
 from flatbed.tables.storage.disk.format import (
     JOURNAL,
     PAGE,
@@ -184,7 +190,7 @@ class Journal:
             file.scatter(entries[part], records[part])
             self._sums[entries[part]] = row_sums(records[part])
 
-        split(pool, copy, len(entries), n_parts=records.nbytes // MEMORY_PART)
+        split(pool, copy, len(entries), n_parts=records.nbytes // SUMMED_PART)
 
     def make_room(self, ids: NDArray[np.int64], *, also: int) -> None:
         """Reserve space for the records of these rows, and of `also` others without an entry."""
