@@ -80,8 +80,8 @@ def test_lfu_forgets_old_uses(where: str) -> None:
 # ---- decisions of an index on the host
 
 
-def select(index: Any, rows: list[int], reserved: Any = None) -> Any:
-    return decisions.select_victims(index, decisions.probe(index, torch.tensor(rows)), reserved=reserved)
+def select(index: Any, rows: list[int], *reserved: Any) -> Any:
+    return decisions.select_victims(index, decisions.probe(index, torch.tensor(rows)), *reserved)
 
 
 def test_victims_are_selected_before_any_map_changes() -> None:
@@ -100,8 +100,8 @@ def test_victims_are_selected_before_any_map_changes() -> None:
     index.clock.fill_(9)
     index.stamp[:] = torch.tensor([5, 5, 5, 5, 5, 5, decisions.FREE, 1])
     assert set(select(index, [3, 7, 8]).slots.tolist()) >= {6, 7}
-    reserved = np.array([1, 1, 1, 1, 1, 0, 1, 1], np.int32)
-    assert select(index, [10, 11, 12], reserved).slots.tolist() == [5]
+    reserved_at = np.array([7, 5, 5, 6, 5, 4, 5, 5])
+    assert select(index, [10, 11, 12], reserved_at, 5).slots.tolist() == [5]
 
 
 @pytest.mark.parametrize("n", [1, 777, 20_000, 99_999])

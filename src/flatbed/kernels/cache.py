@@ -103,15 +103,15 @@ def probe(index: CacheIndex, rows: Tensor) -> ProbeResult:
 
 
 def select_victims(
-    index: CacheIndex, probed: ProbeResult, *, reserved: NDArray[np.int32] | None = None
+    index: CacheIndex, probed: ProbeResult, reserved_at: NDArray[np.int64] | None = None, oldest: int = 0
 ) -> Placement:
     """Choose slots for missing rows, in order: for fewer rows if there are not enough slots.
 
-    Slots of this batch and slots with a positive count in `reserved` are kept. Only stamps and counts change
-    here: moving the records may still fail.
+    Slots of this batch, and slots that were reserved at the tick `oldest` or later, are kept. Only stamps and
+    counts change here: moving the records may still fail.
     """
-    missing = probed.missing
-    slots = missing if index.direct else _select_slots(index, len(missing), probed.tick, reserved)
+    missing, n = probed.missing, len(probed.missing)
+    slots = missing if index.direct else _select_slots(index, n, probed.tick, reserved_at, oldest)
     rows = missing[: len(slots)]
     old = index.row_of_slot.numpy()[slots]
     old = np.where(index.slot_of_row.numpy()[old] == slots, old, -1)  # an interruption may have left others
@@ -156,7 +156,7 @@ def _add_use(frequency: NDArray[np.float32], now: np.float32) -> NDArray[np.floa
 
 
 def _select_slots(
-    index: CacheIndex, n_rows: int, tick: int, reserved: NDArray[np.int32] | None
+    index: CacheIndex, n_rows: int, tick: int, reserved_at: NDArray[np.int64] | None, oldest: int
 ) -> NDArray[np.int64]:
     """Choose slots for n_rows, with the lowest scores among the next `WAYS` times as many slots."""
     stamp = index.stamp.numpy()
@@ -171,8 +171,8 @@ def _select_slots(
         found = []
         for part in parts:
             free = stamp[part] < tick
-            if reserved is not None:
-                free &= reserved[part] == 0
+            if reserved_at is not None:
+                free &= reserved_at[part] < oldest
             found.append(np.flatnonzero(free) + part.start)
         seen = np.concatenate(found)
         if n_left < len(seen):

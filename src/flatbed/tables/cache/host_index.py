@@ -46,6 +46,8 @@ class Reservation:
     rows: Tensor
     """Unique rows, on the host."""
     slots: NDArray[np.int64]
+    tick: int
+    """Of the index, when the slots were reserved."""
     epoch: int
     """Of the cache: after a change of epoch the slots are others."""
     ready: torch.cuda.Event | None
@@ -77,8 +79,8 @@ class HostIndexCache:
         self.epoch = 0
         self.retired = False
         """True once the table has another cache."""
-        self._reservations = np.zeros(n_slots, np.int32)  # live reservations of each slot
-        self._n_reserved = 0  # slots with any
+        self._live: set[Reservation] = set()
+        self._reserved_at = np.zeros(n_slots, np.int64)  # tick of the last reservation of each slot
         self._released: deque[tuple[Reservation, torch.cuda.Event | None]] = deque()
         self._last: torch.cuda.Event | None = None  # end of the last access
         self.location: RecordLocation | None = None
@@ -130,11 +132,13 @@ class HostIndexCache:
             slots = None if self.retired else self._admit(rows, all_or_nothing=True)
             if slots is None:
                 return None
-            self._n_reserved += int((self._reservations[slots] == 0).sum())
-            self._reservations[slots] += 1
+            tick = int(self.index.clock)
+            self._reserved_at[slots] = tick
             on_gpu = self.device.type == "cuda"
             ready = torch.cuda.current_stream(self.device).record_event() if on_gpu else None
-            return Reservation(rows, slots, self.epoch, ready)
+            reservation = Reservation(rows, slots, tick, self.epoch, ready)
+            self._live.add(reservation)
+            return reservation
 
     def release(self, reservation: Reservation, after: torch.cuda.Event | None) -> None:
         """Let the rows be evicted after an event. Takes no lock: the garbage collector may call this."""
@@ -146,9 +150,7 @@ class HostIndexCache:
             reservation, after = self._released.popleft()
             if stream is not None and after is not None:
                 stream.wait_event(after)
-            if reservation.epoch == self.epoch:
-                self._reservations[reservation.slots] -= 1
-                self._n_reserved -= int((self._reservations[reservation.slots] == 0).sum())
+            self._live.discard(reservation)
 
     def protects(self, batch: LookupBatch | None) -> bool:
         if batch is None or batch.cache is not self or batch.admission is None:
@@ -174,22 +176,28 @@ class HostIndexCache:
         probed = probe(self.index, rows)
         if not len(probed.missing):
             return probed.slots
-        n_free = self.n_slots - self._n_reserved - int((self._reservations[probed.hits] == 0).sum())
+        # Slots are kept that were reserved since the oldest reservation that is live.
+        oldest = min((one.tick for one in self._live), default=probed.tick)
+        n_kept = len(probed.hits) + sum(len(one.slots) for one in self._live)
+        if n_kept + len(probed.missing) > self.n_slots:  # some may be counted twice
+            kept = self._reserved_at >= oldest
+            kept[probed.hits] = True
+            n_kept = int(kept.sum())
+        n_free = self.n_slots - n_kept
         if all_or_nothing and len(probed.missing) > n_free:
             return None
-        placement = self._fill(probed, n_free)
+        placement = self._fill(probed, n_free, oldest)
         if len(placement.rows) < len(probed.missing):
             return None
         probed.slots[probed.slots < 0] = placement.slots
         return probed.slots
 
-    def _fill(self, probed: ProbeResult, n_free: int) -> Placement:
+    def _fill(self, probed: ProbeResult, n_free: int, oldest: int) -> Placement:
         """Read missing rows, n_free at most; meanwhile select slots and write their changed records back."""
         self.writer.finish()
         missing = torch.from_numpy(probed.missing[:n_free])
         with self.writer.reading(missing, pin=self.device.type == "cuda") as read:
-            reserved = self._reservations if self._n_reserved else None
-            placement = select_victims(self.index, probed, reserved=reserved)
+            placement = select_victims(self.index, probed, self._reserved_at if self._live else None, oldest)
             changed = placement.victims >= 0
             slots = placement.slots[changed]
             if len(slots):
@@ -331,8 +339,7 @@ class HostIndexCache:
 
     def _clear(self) -> None:
         self.epoch += 1
-        self._reservations[:] = 0
-        self._n_reserved = 0
+        self._live.clear()
         self.index.clear()
         if self.location is not None:
             assert self.location.slot_of_row is not None
