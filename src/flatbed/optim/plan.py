@@ -148,7 +148,7 @@ class Plan:
         self.owners = [slot.owner for slot in slots]
         self.counters = version_counters(self.owners)
         self._whole = [owner for owner in self.owners if not is_dtensor(owner)]
-        self._sharded = [owner for owner in self.owners if is_dtensor(owner)]
+        self._sharded: list[Any] = [owner for owner in self.owners if is_dtensor(owner)]
         self.has_dtensors = bool(self._sharded)
         self.has_several_meshes = on_several_meshes(self.owners)
         self._has_state_shards = any(slot.own_rows is not None for slot in slots)
@@ -189,7 +189,7 @@ class Plan:
             *map(len, entries),
             *map(is_, chain.from_iterable(map(PARAMS, groups)), self._params),
             *map(is_, entries, self._entries),
-            *map(Tensor.data_ptr, chain(self._whole, map(LOCAL, self._sharded))),
+            *map(Tensor.data_ptr, chain(self._whole, [param._local_tensor for param in self._sharded])),
             *map(is_, map(GRAD, self._idle), repeat(None)),
             *[group[name] > 0 for group in groups for name in self._switches],
         ]
