@@ -163,7 +163,12 @@ class LocalGrads:
                     return [grad._local_tensor for grad in grads]
             except AttributeError:  # no gradient, or a plain one
                 pass
-        return [self._find(i, grad) for i, grad in enumerate(grads)]
+        return [
+            grad._local_tensor
+            if spec is not None and getattr(grad, "_spec", None) is spec
+            else self._find(i, grad)
+            for i, (grad, spec) in enumerate(zip(grads, self._specs, strict=True))
+        ]
 
     def _find(self, i: int, grad: Any) -> Tensor | None:
         slot, owner = self._slots[i], self._owners[i]
