@@ -12,10 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Partial, Shard
 
 import flatbed
 from flatbed.distributed.dense_shards import local_of
+from flatbed.errors import FlatbedError
 from tests.optim.conftest import kernel_device
 
 __all__ = ["kernel_device"]
@@ -138,3 +139,24 @@ def test_a_step_between_forward_and_backward(kernel_device: str, mesh: DeviceMes
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
         del loss
+
+
+@pytest.mark.parametrize("has_plain", [False, True])
+def test_gradients_of_another_kind(kernel_device: str, mesh: DeviceMesh, has_plain: bool) -> None:
+    """A gradient is a sum once, missing once, and in the end no DTensor; also beside plain parameters."""
+    ones = torch.ones(600, device=kernel_device)
+    params: list[Any] = [nn.Parameter(shard(ones * 0, mesh)) for _ in range(2)]
+    if has_plain:
+        params.append(nn.Parameter(ones * 0))
+    optimizer = flatbed.optim.SGD(params, lr=1.0)
+    partial_sum = DTensor.from_local(ones, mesh, [Partial()], run_check=False)
+    for grad, expected in ((shard(ones, mesh), -1), (partial_sum, -2), (None, -2), (shard(ones, mesh), -3)):
+        params[1].grad = grad
+        for p in (params[0], *params[2:]):
+            p.grad = shard(ones, mesh) if isinstance(p, DTensor) else ones.clone()
+        optimizer.step()
+        assert torch.equal(params[1].to_local(), ones * expected)
+    assert all(torch.equal(local_of(p), ones * -4) for p in (params[0], *params[2:]))
+    params[1].grad = ones.clone()
+    with pytest.raises(FlatbedError, match="both must be DTensors"):
+        optimizer.step()

@@ -155,14 +155,20 @@ class LocalGrads:
         """
         # Reading an attribute of 1,000 DTensors takes half the time if torch does not look for overrides.
         with torch._C.DisableTorchFunctionSubclass():
-            grads = [owner.grad for owner in self._owners]
+            grads: list[Any] = [owner.grad for owner in self._owners]
         if self._all_sharded:
             try:
-                if list(map(SPEC, grads)) == self._specs:
-                    return list(map(LOCAL, grads))
+                # Python reads slots in a comprehension in half the time that `attrgetter` takes.
+                if [grad._spec for grad in grads] == self._specs:
+                    return [grad._local_tensor for grad in grads]
             except AttributeError:  # no gradient, or a plain one
                 pass
-        return [self._find(i, grad) for i, grad in enumerate(grads)]
+        return [
+            grad._local_tensor
+            if spec is not None and getattr(grad, "_spec", None) is spec
+            else self._find(i, grad)
+            for i, (grad, spec) in enumerate(zip(grads, self._specs, strict=True))
+        ]
 
     def _find(self, i: int, grad: Any) -> Tensor | None:
         slot, owner = self._slots[i], self._owners[i]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import chain
 from typing import Any, Protocol
 
@@ -74,9 +75,9 @@ def in_order(param: Tensor, grad: Tensor) -> Tensor:
     return ordered.copy_(grad)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True)
 class StepOptions:
-    """Options of a whole optimizer, beyond torch's. Only `max_norm` may change between steps."""
+    """Options of a whole optimizer, beyond torch's. An optimizer replaces them if `max_norm` changes."""
 
     max_norm: float | None = None
     skip_nonfinite: bool = False
@@ -86,7 +87,7 @@ class StepOptions:
     ema_decay: float | None = None
     per_row_steps: bool = False
 
-    @property
+    @cached_property
     def needs_norm(self) -> bool:
         """Tell if a step measures the norm of all gradients."""
         return self.max_norm is not None or self.skip_nonfinite

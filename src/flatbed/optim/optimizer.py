@@ -23,7 +23,7 @@ from flatbed.optim import options as checks
 from flatbed.optim.options import OF_NORM, ParamsT, describe_for_ranks, named_params
 from flatbed.optim.plan import Plan, StepStats, build_plan, update_all
 from flatbed.optim.state import ROUNDS, build_state_dict, lacks_state, load_state_dict
-from flatbed.optim.table_step import OptimizerTables, TableStepper, check_table
+from flatbed.optim.table_step import OptimizerTables, check_table
 from flatbed.rule import Group, Rule
 from flatbed.tables.table import Table
 
@@ -263,7 +263,7 @@ class Optimizer(torch.optim.Optimizer):
                     f"max_norm=float('inf') to measure the norm, and set another number then"
                 )
             checks.check_param(replace(self._options, max_norm=value), param, name)
-        self._options.max_norm = value
+        self._options = replace(self._options, max_norm=value)
 
     @property
     def grad_norm(self) -> Tensor | None:
@@ -351,7 +351,7 @@ class Optimizer(torch.optim.Optimizer):
                 # Its errors keep the plan: a CUDA graph can be captured next, without another eager step.
                 table_steppers = self._tables.collect_grads(self) if self._tables.owned else []
                 try:
-                    self._collect_and_update(plan, table_steppers)
+                    update_all(self, plan, table_steppers)
                 except BaseException:
                     self._drop_plan()  # uploads may not have been issued
                     raise
@@ -360,21 +360,6 @@ class Optimizer(torch.optim.Optimizer):
             if self._peers is not None:  # other ranks may wait for the norm or for rows of this one
                 self._peers.tell_step_failure(error)
             raise
-
-    def _collect_and_update(self, plan: Plan, table_steppers: list[TableStepper]) -> None:
-        """Collect the gradients of parameters, and update what has gradients."""
-        if plan.masters.slots:
-            plan.masters.sync_written()
-        owners = plan.collect_grads()
-        if owners is None:  # gradients of another kind: building a plan checks them
-            plan = self._rebuild()
-            owners = plan.collect_grads()
-            assert owners is not None
-        if not (owners or table_steppers):
-            self._refuse_replaced_params()
-        # Ranks without a gradient take part in the norm of all.
-        if plan.slots or table_steppers or (self._options.needs_norm and plan.shard_groups.many):
-            update_all(self, plan, owners, table_steppers)
 
     def _refuse_replaced_params(self) -> None:
         """Raise if only parameters that are not the optimizer's have gradients: it would train nothing."""

@@ -148,7 +148,7 @@ class Plan:
         self.owners = [slot.owner for slot in slots]
         self.counters = version_counters(self.owners)
         self._whole = [owner for owner in self.owners if not is_dtensor(owner)]
-        self._sharded = [owner for owner in self.owners if is_dtensor(owner)]
+        self._sharded: list[Any] = [owner for owner in self.owners if is_dtensor(owner)]
         self.has_dtensors = bool(self._sharded)
         self.has_several_meshes = on_several_meshes(self.owners)
         self._has_state_shards = any(slot.own_rows is not None for slot in slots)
@@ -189,7 +189,7 @@ class Plan:
             *map(len, entries),
             *map(is_, chain.from_iterable(map(PARAMS, groups)), self._params),
             *map(is_, entries, self._entries),
-            *map(Tensor.data_ptr, chain(self._whole, map(LOCAL, self._sharded))),
+            *map(Tensor.data_ptr, chain(self._whole, [param._local_tensor for param in self._sharded])),
             *map(is_, map(GRAD, self._idle), repeat(None)),
             *[group[name] > 0 for group in groups for name in self._switches],
         ]
@@ -323,18 +323,27 @@ def build_plan(
 # ---- the update: loss scaling, the norm of all gradients, parameters and tables of all devices
 
 
-def update_all(
-    optimizer: Optimizer, plan: Plan, owners: list[Tensor], table_steppers: list[TableStepper]
-) -> None:
-    """Update parameters and tables, whose steppers have their gradients; all are clipped by the norm of all.
+def update_all(optimizer: Optimizer, plan: Plan, table_steppers: list[TableStepper]) -> None:
+    """Collect the gradients of parameters, and update what has gradients, clipped by the norm of all.
 
-    `owners` are the parameters of the model that have a gradient.
+    The steppers of tables have their gradients.
     """
     options = optimizer._options
+    if plan.masters.slots:
+        plan.masters.sync_written()
+    owners = plan.collect_grads() if plan.slots else []
+    if owners is None:  # gradients of another kind: building a plan checks them
+        plan = optimizer._rebuild()
+        owners = plan.collect_grads()
+        assert owners is not None
+    if not (owners or table_steppers):
+        optimizer._refuse_replaced_params()
+    steppers: list[Stepper] = [*table_steppers, *plan.steppers]
+    if not steppers and not (options.needs_norm and plan.shard_groups.many):
+        return
     scale, found_inf = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
     has_scaling = scale is not None or found_inf is not None
     scaling = Scaling(scale, _found_by_any_rank(optimizer, plan, found_inf)) if has_scaling else None
-    steppers: list[Stepper] = [*table_steppers, *plan.steppers]
     squares: Tensor | None = None  # a single stepper has its own
     if options.needs_norm:
         by_class = [stepper.squares(options) for stepper in steppers]
@@ -343,7 +352,7 @@ def update_all(
         elif table_steppers or len(steppers) > 1:
             held = [values for of_stepper in by_class for values in of_stepper.values()]
             squares = torch.cat([values.to(held[0].device) for values in held])
-    if not steppers and squares is not None:  # only other ranks have gradients
+    if not steppers and squares is not None:  # only other ranks have gradients, and wait for the norm
         optimizer._stats.of("params", [squares.device])[squares.device][NORM] = squares.sum().sqrt()
     for stepper in steppers:
         of_all = None if squares is None else squares.to(stepper.device)

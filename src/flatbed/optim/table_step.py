@@ -168,6 +168,14 @@ def _update_in_chunks(owned: OwnedTable, pack: RowGrads, update: Update, seeds: 
         value.fill_(after[name])
 
 
+def _refuse_mixed_grads(owned: OwnedTable) -> None:
+    owned.table.grad = None
+    raise FlatbedError(
+        f"table {owned.name} has gradients from outside of this CUDA graph, or from inside of another: "
+        f"capture lookup, backward and optimizer.step() in one CUDA graph, after optimizer.zero_grad()"
+    )
+
+
 def state_fields(owner: Optimizer, group: Group, table: Table) -> tuple[Field, ...]:
     """The fields of a record besides the weight."""
     rule, config = owner._rule, table._store.config
@@ -279,12 +287,10 @@ class OptimizerTables:
 
         Empty if no table has a gradient. Errors precede any change.
         """
-        several = world_size() > 1
+        several, rule, groups = world_size() > 1, owner._rule, owner.param_groups
         capturing = any(is_capturing(owned.table._store.device) for owned in self.owned)
         if several:
-            self._refuse_local_norms(owner)
-            if capturing:
-                raise FlatbedError("with several ranks, a step with tables cannot be part of a CUDA graph")
+            self._refuse_on_several_ranks(owner, capturing=capturing)
         for owned in self.owned:
             table = owned.table
             if table._owner_ref is None or table._owner_ref() is not owner:
@@ -294,12 +300,7 @@ class OptimizerTables:
             if table._deferred_checks.pending and not capturing:
                 table._raise_bad_ids()
             if any(part.captured != capturing for part in table._grads.parts):
-                table.grad = None
-                raise FlatbedError(
-                    f"table {owned.name} has gradients from outside of this CUDA graph, or from inside of "
-                    "another: capture lookup, backward and optimizer.step() in one CUDA graph, after "
-                    "optimizer.zero_grad()"
-                )
+                _refuse_mixed_grads(owned)
         for owned in self.owned:
             if several:
                 exchange_grads(owned.table)
@@ -309,10 +310,28 @@ class OptimizerTables:
         for owned in self.owned:
             if owned.pack is not None and owned.table._store.config.storage == "disk":
                 owned.table._local_io.reserve_space(owned.pack)
-        return self._current_steppers(owner) if any(owned.pack for owned in self.owned) else []
+        if not any(owned.pack for owned in self.owned):
+            return []
+        switches = [option for option in (*rule.state.values(), *rule.row_scalars.values()) if option]
+        key: list[Any] = [id(groups), len(groups)]  # all that the launches depend on
+        for owned in self.owned:
+            store, group = owned.table._store, groups[owned.group]
+            if any(value.device != store.device for value in store.scalars.values()):
+                self.publish(owner, owned)  # scalars follow tables that moved
+            layout = store.device, store.ensure_layout().record, [*map(id, store.scalars.values())]
+            key.append((id(owned), *layout, owned.group, [group[option] != 0 for option in switches]))
+        if key != self._built_from:
+            self._build_steppers(owner)
+            self._built_from = key
+        return self._steppers
 
-    def _refuse_local_norms(self, owner: Optimizer) -> None:
-        """Raise if the norm would differ between ranks: a table that is no replica has its own gradient."""
+    def _refuse_on_several_ranks(self, owner: Optimizer, *, capturing: bool) -> None:
+        """Raise if a CUDA graph would exchange gradients, or if the norm would differ between ranks.
+
+        A table that is no replica has its own gradient.
+        """
+        if capturing:
+            raise FlatbedError("with several ranks, a step with tables cannot be part of a CUDA graph")
         if not owner._options.needs_norm:
             return
         local = [f"{owned.name} (replicate=False)" for owned in self.owned if not owned.table.replicate]
@@ -328,30 +347,15 @@ class OptimizerTables:
                 f"ranks, or pass norm_group= with the ranks that hold other parameters"
             )
 
-    def _current_steppers(self, owner: Optimizer) -> list[TableStepper]:
-        """The steppers of all devices, built again if tables or options have changed since.
-
-        Scalars follow tables that moved.
-        """
-        rule, groups = owner._rule, owner.param_groups
-        switches = [option for option in (*rule.state.values(), *rule.row_scalars.values()) if option]
-        key: list[Any] = [id(groups), len(groups)]  # all that the launches depend on
+    def _build_steppers(self, owner: Optimizer) -> None:
+        if any(is_capturing(owned.table._store.device) for owned in self.owned):
+            raise FlatbedError("take one eager step with the tables before the capture of a CUDA graph")
+        self._retired += [stepper for stepper in self._steppers if stepper.captured]
+        by_device: dict[torch.device, list[OwnedTable]] = {}
         for owned in self.owned:
-            store, group = owned.table._store, groups[owned.group]
-            if any(value.device != store.device for value in store.scalars.values()):
-                self.publish(owner, owned)
-            layout = store.device, store.ensure_layout().record, [*map(id, store.scalars.values())]
-            key.append((id(owned), *layout, owned.group, [group[option] != 0 for option in switches]))
-        if key != self._built_from:
-            if any(is_capturing(owned.table._store.device) for owned in self.owned):
-                raise FlatbedError("take one eager step with the tables before the capture of a CUDA graph")
-            self._retired += [stepper for stepper in self._steppers if stepper.captured]
-            by_device: dict[torch.device, list[OwnedTable]] = {}
-            for owned in self.owned:
-                by_device.setdefault(owned.table._store.device, []).append(owned)
-            vectors = owner._stats.of("tables", by_device)
-            self._steppers = [
-                TableStepper(rule, groups, tables, vectors[device]) for device, tables in by_device.items()
-            ]
-            self._built_from = key
-        return self._steppers
+            by_device.setdefault(owned.table._store.device, []).append(owned)
+        vectors = owner._stats.of("tables", by_device)
+        self._steppers = [
+            TableStepper(owner._rule, owner.param_groups, tables, vectors[device])
+            for device, tables in by_device.items()
+        ]

@@ -175,39 +175,48 @@ class Coefficients:
         return bool(self._captured)
 
     def begin_step(self, addresses: list[int]) -> None:
-        """Begin a step: upload the addresses of gradients if some are new; 0 stands for no gradient.
+        """Begin a step: upload addresses of gradients and hyperparameters if some are new.
 
-        Kernels of rows only ask whether there is one: 1 stands for any.
+        The address 0 stands for no gradient. Kernels of rows only ask whether there is one: 1 stands for any.
         """
+        values, on_device = [], []  # a line for each group; learning rates on the device, with their line
+        for line, group in enumerate(self.groups):
+            lr = group["lr"]
+            if isinstance(lr, Tensor) and lr.device.type != "cpu":
+                on_device.append((line, lr))
+                group = {**group, "lr": 0.0}
+            found = [-1.0 if group["maximize"] else 1.0, *[0.0] * MAX_COEFFICIENTS]
+            for column, name in enumerate(self.rule.hyperparameters, 1):
+                found[column] = float(
+                    group["betas"][name == "beta2"] if name in ("beta1", "beta2") else group[name]
+                )
+            values.append(tuple(found))
         self.capturing = is_capturing(self.device)
-        if self.capturing:
-            self.arguments = self._stage(addresses)
-            return
-        self.arguments = self._eager
-        if self.device.type == "cuda":
-            if torch._C._cuda_getCurrentRawStream(self.device.index) != self._first_stream:
-                for tensor in self._memory:
-                    tensor.record_stream(torch.cuda.current_stream(self.device))
-        if addresses != self._addresses:
-            self._addresses = []  # until the upload is issued
-            _upload(self._eager.grads, addresses)
-            self._addresses = addresses
-
-    def prepare(self, options: StepOptions, scaling: Scaling | None, squares: Tensor | None) -> None:
-        """Count the step, and compute clipping and coefficients for all lines."""
-        clips, skips = options.max_norm is not None, options.skip_nonfinite
-        flags = clips, clips or skips, skips, scaling is not None
-        if self.capturing:
-            launch = self._bind(flags)
-        else:
-            values, on_device = self._read_hyperparameters()
+        self.arguments = self._stage(addresses, values) if self.capturing else self._eager
+        if not self.capturing:
+            if self.device.type == "cuda":
+                if torch._C._cuda_getCurrentRawStream(self.device.index) != self._first_stream:
+                    for tensor in self._memory:
+                        tensor.record_stream(torch.cuda.current_stream(self.device))
+                if len(self._spare) < CAPTURES:
+                    self._replenish()
+            if addresses != self._addresses:
+                self._addresses = []  # until the upload is issued
+                _upload(self._eager.grads, addresses)
+                self._addresses = addresses
             if values != self._hyperparameters:
                 _upload(self._eager.hyperparameters, values)
                 self._hyperparameters = values
-            if on_device:
-                _copy_learning_rates(self._eager.hyperparameters, on_device)
-            if len(self._spare) < CAPTURES and self.device.type == "cuda":
-                self._replenish()
+        if on_device:
+            lines = [self.arguments.hyperparameters[line, 1:2] for line, _ in on_device]
+            torch._foreach_copy_(lines, [lr.reshape(1) for _, lr in on_device])
+
+    def prepare(self, options: StepOptions, scaling: Scaling | None, squares: Tensor | None) -> None:
+        """Count the step, and compute clipping and coefficients for all lines."""
+        flags = options.max_norm is not None, options.needs_norm, options.skip_nonfinite, scaling is not None
+        if self.capturing:
+            launch = self._bind(flags)
+        else:
             launch = self._launches[flags] = self._launches.get(flags) or self._bind(flags)
         partials = self._partials if squares is None else squares
         scale = self._one if scaling is None or scaling.scale is None else scaling.scale
@@ -223,25 +232,9 @@ class Coefficients:
         varying = (self._partials, self._one, self._zero, len(self._partials), 1.0)
         return prepare.bind(-(-n // LANES), fixed, varying)
 
-    def _read_hyperparameters(self) -> tuple[list[tuple[float, ...]], list[tuple[int, Tensor]]]:
-        """A line for every group; and the learning rates that are on the device, with their line."""
-        values, on_device = [], []
-        for line, group in enumerate(self.groups):
-            lr = group["lr"]
-            if isinstance(lr, Tensor) and lr.device.type != "cpu":
-                on_device.append((line, lr))
-                group = {**group, "lr": 0.0}
-            found = [-1.0 if group["maximize"] else 1.0, *[0.0] * MAX_COEFFICIENTS]
-            for column, name in enumerate(self.rule.hyperparameters, 1):
-                found[column] = float(
-                    group["betas"][name == "beta2"] if name in ("beta1", "beta2") else group[name]
-                )
-            values.append(tuple(found))
-        return values, on_device
-
     # ---- capture
 
-    def _stage(self, addresses: list[int]) -> ArgumentTables:
+    def _stage(self, addresses: list[int], values: list[tuple[float, ...]]) -> ArgumentTables:
         """Give the graph being captured tables of its own, filled from memory that never changes again."""
         if not self._spare:
             raise FlatbedError(
@@ -249,7 +242,6 @@ class Coefficients:
                 f"state, and after {CAPTURES} captures"
             )
         own, staging = self._spare.pop()
-        values, on_device = self._read_hyperparameters()
         staging.grads.numpy()[...] = addresses
         staging.hyperparameters.numpy()[...] = values
         with relaxed_capture() as is_relaxed:
@@ -262,8 +254,6 @@ class Coefficients:
                 aside.synchronize()
         if not is_relaxed:  # the graph copies at every replay
             own.memory.copy_(staging.memory, non_blocking=True)
-        if on_device:
-            _copy_learning_rates(own.hyperparameters, on_device)
         self._captured.append((own, staging))
         return own
 
@@ -282,8 +272,3 @@ def _upload(to: Tensor, values: Any) -> None:
     source = torch.empty(to.shape, dtype=to.dtype, device="cpu", pin_memory=pinned)
     source.numpy()[...] = values
     to.copy_(source, non_blocking=True)
-
-
-def _copy_learning_rates(hyperparameters: Tensor, on_device: list[tuple[int, Tensor]]) -> None:
-    lines = [hyperparameters[line, 1:2] for line, _ in on_device]
-    torch._foreach_copy_(lines, [lr.reshape(1) for _, lr in on_device])
