@@ -163,6 +163,16 @@ def test_tensors_that_the_loader_makes_on_the_gpu_are_waited_for() -> None:
 
 
 @pytest.mark.gpu
+def test_memory_of_a_small_batch_is_not_used_again_too_early() -> None:
+    bad = torch.zeros((), dtype=torch.long, device="cuda")
+    for i, batch in enumerate(Prefetcher([torch.full((1000,), i) for i in range(40)], device="cuda")):
+        torch.cuda._sleep(1_000_000)
+        bad += (batch != i).sum()
+        del batch
+    assert int(bad) == 0
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("depth", [1, 3])
 def test_memory_of_the_gpu_is_bounded_by_the_depth(depth: int) -> None:
     size = 32 << 20
