@@ -131,6 +131,14 @@ def test_modes_are_kept(tmp_path: Path) -> None:
     storage.close()
 
 
+def test_journal_takes_the_mode_that_the_table_has_by_then(tmp_path: Path) -> None:
+    storage = made(tmp_path)
+    (tmp_path / "table").chmod(0o600)
+    storage.scatter_(torch.arange(3), random_records(3))
+    assert stat.S_IMODE((tmp_path / "table.journal").stat().st_mode) == 0o600
+    storage.close()
+
+
 def renamed(path: Path) -> None:
     path.rename(path.with_name("elsewhere"))
 

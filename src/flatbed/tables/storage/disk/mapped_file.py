@@ -56,7 +56,6 @@ class MappedFile:
     def size(self) -> int:
         return os.fstat(self._descriptor).st_size
 
-    @property
     def mode(self) -> int:
         return stat.S_IMODE(os.fstat(self._descriptor).st_mode)
 

@@ -61,9 +61,9 @@ def journal_of(path: Path) -> Path:
 def recover(table: MappedFile, token: str | None = None, *, forget: bool = False) -> tuple[Identity, State]:
     """Complete a sealed checkpoint or drop an unfinished one, and map the records.
 
-    Everything is checked before anything is written. A sealed journal whose decision is another job's is
-    renamed instead of dropped. A checkpoint with this `token` is known to be decided, also one of a journal
-    that was renamed before. With `forget`, all rows lose their checksums.
+    Everything is checked before anything is written. A sealed journal is renamed instead of dropped, unless
+    the decision next to the table shows that it was not made. A checkpoint with this `token` is known to be
+    decided, also one of a journal that was renamed before. With `forget`, all rows lose their checksums.
     """
     path = table.path
     identity, state = read_header(table)
@@ -120,8 +120,8 @@ def _keep_aside(journal: Path) -> None:
     MappedFile.rename(journal, kept)
     MappedFile.sync_folder(journal.parent)
     warnings.warn(
-        f"{journal} holds a checkpoint that flatbed.save_checkpoint prepared, and its folder has another "
-        f"one by now. The table is at the checkpoint before, and the journal is kept as {kept}: "
+        f"{journal} holds a checkpoint that flatbed.save_checkpoint prepared, and no file here says whether "
+        f"it was completed. The table is at the checkpoint before, and the journal is kept as {kept}: "
         f"flatbed.load_checkpoint takes it with the folder of that time; otherwise delete it",
         stacklevel=2,
     )
@@ -130,7 +130,7 @@ def _keep_aside(journal: Path) -> None:
 def _wanted(
     path: Path, identity: Identity, state: State | None, sealed: Sealed, token: str | None
 ) -> bool | None:
-    """True if a sealed journal is to be applied, None if another job's decision speaks against it.
+    """True if a sealed journal is to be applied, None if it is not known whether its decision was made.
 
     A journal of another table, or of another time, is an error.
     """
