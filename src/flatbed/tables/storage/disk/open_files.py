@@ -45,7 +45,7 @@ from flatbed.tables.storage.disk.format import (
     read_header,
 )
 from flatbed.tables.storage.disk.journal import Journal, Sealed, apply, read_sealed
-from flatbed.tables.storage.disk.mapped_file import MappedFile, lock_table
+from flatbed.tables.storage.disk.mapped_file import MappedFile, lock_table, open_for_lock
 
 # ---- recovery
 
@@ -285,13 +285,14 @@ def open_files(path: Path, token: str | None = None, *, forget: bool = False) ->
     if not path.exists():
         raise FlatbedError(f"there is no table at {path}; check the path, or create one")
     with ExitStack() as undo:
-        held = undo.enter_context(lock_table(path))
+        held = undo.enter_context(open_for_lock(path))
+        lock_table(held, path)  # not before: Control-C in `enter_context` would leave the lock taken
         table = MappedFile(path)
         undo.callback(table.close)
         identity, state = recover(table, token, forget=forget)
-        journal = _journal(table, identity, state)
+        files = OpenFiles(held, table, _journal(table, identity, state))
         undo.pop_all()
-    return OpenFiles(held, table, journal), identity, state
+    return files, identity, state
 
 
 def forget_sums(path: Path) -> None:
