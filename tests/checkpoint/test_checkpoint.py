@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gc
 import json
 import re
 import shutil
 import sys
+import weakref
 from collections import Counter
 from contextlib import _GeneratorContextManager, suppress
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 import flatbed
+from flatbed.checkpoint import folder as folders
 from flatbed.checkpoint import load_checkpoint, save_checkpoint
 from flatbed.checkpoint.load_table import load_table
 from flatbed.errors import FlatbedError
@@ -30,6 +34,7 @@ from tests import programs
 from tests.checkpoint.saved import Saved, current
 from tests.programs import Program
 from tests.tables.storage.disk import crash_model
+from tests.tables.test_interruptions import answered, interrupted
 from tests.tables.training import Expected, Model, Operations, build, close, difference, snapshot, step
 
 ROOT = Path(__file__).parents[2]
@@ -274,13 +279,13 @@ def test_a_load_that_was_interrupted_while_a_table_was_closed(tmp_path: Path, re
     with pytest.raises(FlatbedError, match="load_checkpoint failed or was interrupted"):
         run.step(3)
     if replaced:
-        (tmp_path / "1.bed").unlink()
+        (tmp_path / "1.bed").rename(tmp_path / "moved")
         with Embedding(50, 6, storage="disk", path=tmp_path / "1.bed").table as other:
             other.read_rows([1])
         with pytest.raises(FlatbedError, match=r"1\.bed was replaced while it was closed"):
             run.load()
-    else:
-        run.assert_loads()
+        (tmp_path / "moved").replace(tmp_path / "1.bed")
+    run.assert_loads()
 
 
 def test_disk_table_in_place_does_not_load_into_memory(tmp_path: Path) -> None:
@@ -469,6 +474,33 @@ def test_an_interrupted_load_changes_nothing_later(tmp_path: Path) -> None:
         assert difference(run.snapshot(), run.before) is None, number
     assert 5 < number < 199
     close(run.model)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupted_save_leaves_no_lock(tmp_path: Path) -> None:
+    """Also while the traceback of Control-C is kept, as a notebook does."""
+    kept: list[BaseException] = []
+    for number in count(1):
+        save = partial(save_checkpoint, tmp_path / str(number), nn.Linear(1, 1))
+        if not interrupted(save, number, (contextlib.__file__, folders.__file__), kept):
+            break
+        answered(save)
+        kept.clear()
+    assert number > 100
+
+
+def test_a_failed_save_is_freed_without_a_collection(tmp_path: Path) -> None:
+    """Files and memory of its frames are not kept by its own error."""
+    model = nn.Linear(1, 1)
+    freed = weakref.ref(model)
+    gc.disable()
+    try:
+        with suppress(ValueError):
+            save_checkpoint(tmp_path, model, keep=0)
+        del model
+        assert freed() is None
+    finally:
+        gc.enable()
 
 
 def test_twenty_kills(tmp_path: Path) -> None:

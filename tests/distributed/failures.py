@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import redirect_stderr
 from datetime import timedelta
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -147,18 +149,21 @@ def failed_step_of_sharded_state(_: Path) -> None:
 
 def checkpoint_without_one_rank(folder: Path) -> None:
     """One rank comes when the other one has given up: the second one, and then the first one."""
-    ranks.PATIENCE = 2.0
+    ranks.PATIENCE, ranks.TELL_AFTER = 2.0, 0.5
     model, store, timeout = nn.Linear(2, 2), default_store(), default_store().timeout
     store.set_timeout(timedelta(seconds=2))
     for late in (1, 0):
         dist.barrier()
         if dist.get_rank() == late:
             store.wait([f"without {late}"], timeout)
-        with pytest.raises(flatbed.FlatbedError, match=rf"rank .*{late}.* did not follow .* every rank"):
+        refused = pytest.raises(flatbed.FlatbedError, match=rf"rank .*{late}.* did not follow .* every rank")
+        with redirect_stderr(StringIO()) as said, refused:
             flatbed.save_checkpoint(folder / "checkpoint", model)
+        has_waited = dist.get_rank() == 0 and late == 1
+        assert ("saving a checkpoint waits for rank 1: all ranks" in said.getvalue()) == has_waited
         store.set(f"without {late}", "")
     dist.barrier()
-    ranks.PATIENCE = 30.0
+    ranks.PATIENCE, ranks.TELL_AFTER = 30.0, 5.0
     store.set_timeout(timeout)
     flatbed.save_checkpoint(folder / "checkpoint", model)
 

@@ -25,6 +25,8 @@ EMBEDDING: list[Row] = [
     ("Kind(10, 4, device='gpu')", ValueError, r"\"cuda\".*'gpu'"),
     ("Kind(10, 4, cache_rows=0.1)", TypeError, r"cache_rows.*0\.1"),
     ("Kind.from_pretrained(torch.ones(3))", ValueError, r"\(3,\)"),
+    ("Kind.from_pretrained('x.npy')", TypeError, r"found the path x\.npy: load its weights first"),
+    ("Kind(10, 4, storage='disk', path=folder / 'x', resume=True)", FlatbedError, r"missing: check the path"),
     ("Kind.from_table(torch.ones(3, 2))", TypeError, r"found Tensor.*from_pretrained"),
     ("Kind(10, 4)(torch.tensor([[3, 10]]))", IndexError, r"10.*\(0, 1\)"),
     ("Kind(10, 4)(torch.tensor([[1.0]]))", TypeError, r"torch.float32"),

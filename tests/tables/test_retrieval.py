@@ -246,6 +246,7 @@ def test_an_export_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyte
         (kept, {}, FlatbedError, "not an empty folder: remove it, or choose another"),
         (tmp_path / "missing" / "model", {}, FlatbedError, r"no folder .*missing"),
         (tmp_path / "model", {"shard_bytes": 15}, ValueError, "a row of 16 bytes; found 15"),
+        (tmp_path / "o.npy", {"shard_bytes": 64}, ValueError, r"o\.npy is one file: leave it out"),
         (tmp_path / "o.csv", {}, ValueError, r"o\.csv ends in \.csv; expected \.npy"),
     ):
         with pytest.raises(error, match=words):

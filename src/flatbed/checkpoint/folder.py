@@ -13,6 +13,7 @@ import shutil
 import zlib
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -53,18 +54,17 @@ def kept_versions(folder: Path) -> list[str]:
 # ---- versions
 
 
-@contextmanager
-def saving(folder: Path) -> Iterator[None]:
-    """Make the folder if needed, and keep other saves out of it."""
+def open_lock(folder: Path) -> BufferedReader:
+    """Make the folder if needed, and open the file that saves lock; they lock it inside a `with` block.
+
+    Locked by a context manager in Python, it would stay locked after Control-C in that manager's own lines.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
-        descriptor = os.open(folder / LOCK, flags, 0o666)
+        return open(os.open(folder / LOCK, flags, 0o666), "rb")
     except OSError as error:
         raise FlatbedError(f"{folder} cannot be written to: {error.strerror or error}") from error
-    with open(descriptor, "rb") as file:  # is closed with its last reference, whatever interrupts the block
-        lock(file)
-        yield
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import shutil
 import warnings
 import zlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from flatbed.errors import FlatbedError
 from flatbed.progress import progress
 from flatbed.tables import saving
 from flatbed.tables.embedding import named_tables
-from flatbed.tables.files import BLOCK_BYTES, as_path, write_text
+from flatbed.tables.files import BLOCK_BYTES, as_path, lock, write_text
 from flatbed.tables.table import Table
 from flatbed.tables.tensor_file import TensorEntry, writing
 
@@ -103,7 +103,7 @@ def save_checkpoint(
     torch.distributed, all ranks call this, with a folder that all of them see. The first one writes, except
     for tables with ``shard="row"``: all ranks write those together, in files that any number of ranks loads.
     """
-    with ExitStack() as held, Lockstep("saving a checkpoint") as lockstep:
+    with Lockstep("saving a checkpoint") as lockstep:
         folder = as_path(folder, "folder").absolute()
         training = Training.of(model, optimizer, scheduler, scaler)
         if type(keep) is not int or keep < 1:
@@ -114,26 +114,27 @@ def save_checkpoint(
         lockstep.meet()
         random = _rng_of_all_ranks() if rng else []
         token = manifest["token"] = lockstep.of_first(secrets.token_hex(16))
-        if lockstep.first:
-            held.enter_context(folders.saving(folder))
-            version = folders.make_version(folder, token)
-            lockstep.undo = partial(_undo, version, token)
-        lockstep.meet()
-        version = folder / lockstep.of_first(version.name if lockstep.first else "")
-        Version(version, training, lockstep, manifest).write(in_place, random)
-        for name in in_place:
-            store = training.tables[name]._store
-            held.callback(store.disk_storage().release)
-            store.prepare_checkpoint(decision=folder / CURRENT, token=token)
-        lockstep.meet()
-        kept = _write_current(version, token, keep=keep) if lockstep.first else []
-        lockstep.meet()
-        lockstep.undo = lambda: None
-        for name in in_place:
-            training.tables[name]._store.disk_storage().commit()
-        lockstep.meet()
-        if lockstep.first:
-            folders.remove_others(folder, kept)
+        with ExitStack() as held, folders.open_lock(folder) if lockstep.first else nullcontext() as file:
+            if file is not None:
+                lock(file)
+                version = folders.make_version(folder, token)
+                lockstep.undo = partial(_undo, version, token)
+            lockstep.meet()
+            version = folder / lockstep.of_first(version.name if lockstep.first else "")
+            Version(version, training, lockstep, manifest).write(in_place, random)
+            for name in in_place:
+                store = training.tables[name]._store
+                held.callback(store.disk_storage().release)
+                store.prepare_checkpoint(decision=folder / CURRENT, token=token)
+            lockstep.meet()
+            kept = _write_current(version, token, keep=keep) if lockstep.first else []
+            lockstep.meet()
+            lockstep.undo = lambda: None
+            for name in in_place:
+                training.tables[name]._store.disk_storage().commit()
+            lockstep.meet()
+            if lockstep.first:
+                folders.remove_others(folder, kept)
 
 
 def _undo(version: Path, token: str) -> None:

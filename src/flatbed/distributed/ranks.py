@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flatbed.errors import FlatbedError
+from flatbed.progress import note
 
 # ---- failures
 
@@ -213,7 +214,8 @@ class Meeting:
 # ---- the default process group
 
 
-PATIENCE = 30.0  # seconds that the first rank waits for others, which training keeps within a step
+PATIENCE = 30.0  # seconds that the first rank waits for others, which may evaluate longer than it did
+TELL_AFTER = 5.0  # seconds until it tells that it waits
 
 
 def world_size() -> int:
@@ -268,10 +270,16 @@ class Lockstep:
 
     def __enter__(self) -> Lockstep:
         """Wait until all ranks are here; raise if they do not come, before a collective would hang or mix."""
+        has_told = False
 
         def give_up(waited: float, absent: Callable[[], list[int]]) -> str | None:
+            nonlocal has_told
             # The first rank may be evaluating.
             if waited < (PATIENCE if self.first else default_store().timeout.total_seconds()):
+                if self.first and waited > TELL_AFTER and not has_told:
+                    has_told = True
+                    late = ", ".join(map(str, absent()))
+                    note(f"{self.doing} waits for rank {late}: all ranks call it, not rank 0 alone")
                 return None
             return (
                 f"{self.doing} began on some of the {world_size()} ranks alone; found that rank "
@@ -307,31 +315,30 @@ class Lockstep:
             raise
 
     def _agree(self, failure: BaseException | None) -> None:
-        """Raise on all ranks if one of them has failed.
+        """Raise if another rank has failed and this one has not, whose own error goes on by itself.
 
         After an `ExchangeError` no rank waits: all have one, or have ended.
         """
+        if isinstance(failure, ExchangeError):
+            return
         reasons: list[str | None] = []
-        if not isinstance(failure, ExchangeError):
-            try:
-                reasons = self._gather(None if failure is None else reason_of(failure))
-            except ExchangeError:
-                if failure is None:
-                    raise
-        if failure is not None:
-            raise failure
+        try:
+            reasons = self._gather(None if failure is None else reason_of(failure))
+        except ExchangeError:
+            if failure is None:
+                raise
         for number, reason in enumerate(reasons):
-            if reason is not None:
+            if reason is not None and failure is None:
                 raise FlatbedError(f"{self.doing} failed on rank {number} ({reason})")
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        # `error` is not raised here: its traceback would refer to this frame, and stay until a collection.
         try:
             if not self._is_over:
                 self._is_over = True
                 self._agree(error)
-        except BaseException as found:
-            error = found
+        except BaseException:
+            self.undo()
             raise
-        finally:
-            if error is not None:
-                self.undo()
+        if error is not None:
+            self.undo()

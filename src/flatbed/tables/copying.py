@@ -143,6 +143,10 @@ def export(table: Table, path: Path, *, shard_bytes: Any = None) -> None:
             f"{path.name} ends in {path.suffix}; expected .npy, .safetensors, or the name of a new folder, "
             "without a suffix"
         )
+    if shard_bytes is not None and path.suffix in FILES:
+        raise ValueError(
+            f"shard_bytes is for a folder of shards, and {path.name} is one file: leave it out, or the suffix"
+        )
     shard_bytes = SHARD_BYTES if shard_bytes is None else as_integer("shard_bytes", shard_bytes)
     shard_rows = shard_bytes // config.weight.nbytes
     if shard_rows < 1:

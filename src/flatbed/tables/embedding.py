@@ -224,9 +224,14 @@ class TableModule(nn.Module):
 
     @classmethod
     def from_pretrained(
-        cls, embeddings: Tensor, freeze: bool = True, padding_idx: int | None = None, **options: Any
+        cls, embeddings: Tensor | Any, freeze: bool = True, padding_idx: int | None = None, **options: Any
     ) -> Self:
         """Build a module with these weights, (num_embeddings, embedding_dim)."""
+        if isinstance(embeddings, str | Path):
+            raise TypeError(
+                f"embeddings must be a tensor or an array; found the path {embeddings}: load its weights "
+                "first (numpy.load, torch.load), or use flatbed.load_table for safetensors and .bed files"
+            )
         weights = embeddings if isinstance(embeddings, Tensor) else torch.as_tensor(embeddings, device="cpu")
         if weights.dim() != 2:
             raise ValueError(
@@ -261,7 +266,8 @@ def _check_resume(config: Config, resume: bool | None) -> None:
                 f'resume is for storage="disk"; found resume={resume}, storage={config.storage!r}'
             )
     elif resume is not None and bool(resume) != path.exists():
-        found = "exists: choose another path, or delete the file" if path.exists() else "is missing"
+        missing = "is missing: check the path, or leave resume out to make a new table"
+        found = "exists: choose another path, or delete the file" if path.exists() else missing
         raise FlatbedError(f"resume={resume}, and {path} {found}")
     elif resume is None and path not in _announced and is_disk_table(path):  # opening others raises
         _announced.add(path)

@@ -393,13 +393,14 @@ class RowStore:
     def revert(self, token: str) -> dict[str, float]:
         """Go back to the file's checkpoint with this token, and return the numbers of state that it holds."""
         with self._lock:  # no other thread may make a cache meanwhile
-            storage = cast(DiskStorage, self._storage)  # no layout, which would be another checkpoint
-            storage.check_name()  # before anything is lost: opening it again would fail
+            before = cast(DiskStorage, self._storage)  # no layout, which would be another checkpoint
+            before.check_name()  # before anything is lost: opening it again would fail
             self.version += 1
-            storage = self._reopened(token)
+            self._storage = storage = self._reopened(token)  # at once: an interruption would keep its lock
             if storage.meta.get("token") != token:
+                storage.close()
+                self._storage = before
                 raise FlatbedError(f"{storage.path} was replaced while it was closed: put it back")
-            self._storage = storage
         return dict(storage.meta.get("scalars", {}))
 
     def _reopened(self, token: str | None = None) -> DiskStorage:

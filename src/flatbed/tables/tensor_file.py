@@ -264,6 +264,12 @@ def opened(path: Path) -> Iterator[Any]:
         raise FlatbedError(f"{path} is missing, or no file: check the path")
     with ExitStack() as stack:
         with naming_damage(path):
+            with open_regular(path) as file:
+                if file.read(9)[8:] != b"{":  # the library says "header too large", or too small
+                    raise ValueError(
+                        "it is no safetensors file; weights of a .npy or torch file, once loaded, become a "
+                        "table by flatbed.Embedding.from_pretrained(weights)"
+                    )
             reader = stack.enter_context(safetensors.safe_open(str(path), framework="pt", device="cpu"))
         yield reader
 

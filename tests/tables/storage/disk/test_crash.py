@@ -68,6 +68,7 @@ class Scenario:
         self.log.mark("done")
 
     def run(self) -> None:
+        write_decision(self.folder, "none")
         with recorded(self.log):
             meta = self.begin(filled(0, 200, NBYTES))
             storage = DiskStorage.create(self.folder / "table", RECORD, 200, fill=fill, meta=meta)
@@ -143,6 +144,10 @@ class Scenario:
         return new
 
 
+def write_decision(folder: Path, token: str) -> None:
+    (folder / "decision").write_text(json.dumps({"token": token}))
+
+
 @dataclass(slots=True)
 class Expected:
     """Which checkpoints may be found at a moment, and the decision that lies in the folder by then."""
@@ -150,7 +155,7 @@ class Expected:
     last: int = -1
     begun: int = -1
     prepared: bool = False
-    token: str | None = None
+    token: str = "none"
 
     def happen(self, event: Event) -> None:
         if event.kind == "begin":
@@ -164,13 +169,13 @@ class Expected:
             if event.kind == "late":
                 self.prepared = False
 
-    def cases(self) -> Iterator[tuple[str | None, set[int]]]:
+    def cases(self) -> Iterator[tuple[str, set[int]]]:
         """Decisions that may lie there, with the checkpoints that may then be found."""
         if self.prepared and self.token == "first" and self.begun > self.last:
             yield self.token, {self.begun}
-            yield None, {self.last, self.begun}  # lost, which must not tear the table either
+            yield "none", {self.last, self.begun}  # lost, which must not tear the table either
         elif self.prepared:
-            yield None, {self.last}
+            yield "none", {self.last}
         else:
             yield self.token, {self.last, self.begun}
 
@@ -182,13 +187,12 @@ def scenario(tmp_path_factory: pytest.TempPathFactory) -> Scenario:
     return scenario
 
 
-def laid_out(folder: Path, files: dict[str, bytes], token: str | None) -> None:
+def laid_out(folder: Path, files: dict[str, bytes], token: str) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     for name, data in files.items():
         (folder / name).write_bytes(data)
-    if token is not None:
-        (folder / "decision").write_text(json.dumps({"token": token}))
+    write_decision(folder, token)
 
 
 def found(folder: Path, checkpoints: list[Checkpoint]) -> int:
@@ -233,7 +237,7 @@ def replayed(
 
 
 def outcome(
-    scenario: Scenario, files: dict[str, bytes], *, token: str | None, allowed: set[int], generator: Generator
+    scenario: Scenario, files: dict[str, bytes], *, token: str, allowed: set[int], generator: Generator
 ) -> str:
     folder, log = scenario.folder, Log()
     laid_out(folder, files, token)

@@ -48,7 +48,7 @@ def test_existing_files_are_kept(tmp_path: Path) -> None:
     assert files(tmp_path) == before
 
 
-def test_journal_of_a_replaced_table_is_dropped(tmp_path: Path) -> None:
+def test_sealed_journal_of_a_table_that_is_gone_is_kept(tmp_path: Path) -> None:
     storage = made(tmp_path)
     storage.scatter_(torch.arange(50), random_records(50))
     storage.prepare(decision=tmp_path / "decision", token="a")
@@ -56,8 +56,10 @@ def test_journal_of_a_replaced_table_is_dropped(tmp_path: Path) -> None:
     sealed = (tmp_path / "table.journal").read_bytes()
     (tmp_path / "decision").write_text('{"token": "a"}')
     (tmp_path / "table").unlink()
-    DiskStorage.create(tmp_path / "table", RECORD, 60, fill=fill).close()
+    with pytest.warns(UserWarning, match=r"of a table that is not here any more.*kept as .*kept-1"):
+        DiskStorage.create(tmp_path / "table", RECORD, 60, fill=fill).close()
     assert not (tmp_path / "table.journal").exists()
+    assert (tmp_path / "table.journal.kept-1").read_bytes() == sealed
     assert np.array_equal(everything(DiskStorage.open(tmp_path / "table")), filled(0, 60, NBYTES))
     (tmp_path / "table.journal").write_bytes(sealed)
     DiskStorage.create(tmp_path / "table2", RECORD, 60, fill=fill).close()
@@ -128,6 +130,14 @@ def test_modes_are_kept(tmp_path: Path) -> None:
     storage.scatter_(torch.arange(3), random_records(3, WIDER.nbytes))
     for name in ("table", "table.journal"):
         assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o640
+    storage.close()
+
+
+def test_journal_takes_the_mode_that_the_table_has_by_then(tmp_path: Path) -> None:
+    storage = made(tmp_path)
+    (tmp_path / "table").chmod(0o600)
+    storage.scatter_(torch.arange(3), random_records(3))
+    assert stat.S_IMODE((tmp_path / "table.journal").stat().st_mode) == 0o600
     storage.close()
 
 

@@ -345,8 +345,13 @@ def test_copied_job_asks_its_own_decision(tmp_path: Path) -> None:
     assert (storage.generation, storage.meta) == (1, {"step": 1})
 
 
-@pytest.mark.parametrize("beside", [False, True])
-def test_sealed_journal_is_kept_if_another_job_decides(beside: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("beside", "token"), [(False, "later"), (False, "before"), (False, None), (True, "later"), (True, None)]
+)
+def test_sealed_journal_is_kept_unless_its_own_decision_was_not_made(
+    beside: bool, token: str | None, tmp_path: Path
+) -> None:
+    """Table and journal were copied alone. The original's folder, or one beside the copy, holds a token."""
     original = job(tmp_path / "original")
     copy = tmp_path / "copy"
     copy.mkdir()
@@ -356,7 +361,9 @@ def test_sealed_journal_is_kept_if_another_job_decides(beside: bool, tmp_path: P
     decided.parent.mkdir(exist_ok=True)
     if beside:
         shutil.rmtree(original)
-    decided.write_text('{"token": "later"}')
+    decided.unlink(missing_ok=True)
+    if token is not None:
+        decided.write_text(json.dumps({"token": token}))
     sealed = (copy / "table.journal").read_bytes()
     with pytest.warns(UserWarning, match=r"kept as .*kept-1"):
         storage = DiskStorage.open(copy / "table")
@@ -366,6 +373,13 @@ def test_sealed_journal_is_kept_if_another_job_decides(beside: bool, tmp_path: P
     decided.write_text('{"token": "mine"}')
     (copy / "table.journal.kept-1").rename(copy / "table.journal")
     assert DiskStorage.open(copy / "table").meta == {"step": 1}
+
+
+def test_sealed_journal_is_removed_if_its_decision_was_not_made(tmp_path: Path) -> None:
+    decided = job(tmp_path / "job") / "run" / "decision"
+    decided.write_text('{"token": "before"}')
+    DiskStorage.open(tmp_path / "job" / "table").close()
+    assert sorted(files(tmp_path / "job")) == ["table"]
 
 
 def test_stale_journal_of_an_equal_generation_is_refused(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
@@ -73,9 +74,10 @@ class Decision:
         return Decision(path, token, os.path.relpath(path, table.parent), before)
 
     def outcome(self, table: Path) -> bool | None:
-        """True if the file holds the token, False if it holds the one before; None if it holds another.
+        """True if a file holds the token, False if the one next to the table holds the one before.
 
-        The file next to the table comes first. A file that cannot be read is an error.
+        None if neither does: the file next to the table is missing or another job's, or the table is a copy,
+        and the original's file says nothing of it. A file that cannot be read is an error.
         """
         beside = Path(os.path.normpath(table.parent / self.relative))
         places = [place for place in (beside, Path(self.path)) if place.parent.is_dir()]
@@ -89,7 +91,7 @@ class Decision:
             found = _token_in(place)
             if found == self.token:
                 return True
-            if found in (None, self.before):
+            if place == beside and found is not None and found == self.before:
                 return False
         return None
 
@@ -128,9 +130,9 @@ class Sealed:
 class Journal:
     """Changed rows and their records."""
 
-    def __init__(self, path: Path, table: str, *, n_rows: int, nbytes: int, mode: int) -> None:
+    def __init__(self, path: Path, table: str, *, n_rows: int, nbytes: int, mode: Callable[[], int]) -> None:
         self.path, self.table, self.n_rows, self.nbytes = path, table, n_rows, nbytes
-        self._mode = mode  # of the table's file
+        self._mode = mode  # of the table's file, by now
         self.n_entries = 0
         self.is_sealed = False  # or was, until `unseal` has completed
         self._n_lost = 0  # entries that no row refers to, after an interruption
@@ -203,7 +205,7 @@ class Journal:
         if needed > MOST_ENTRIES:
             raise FlatbedError(f"{needed} rows changed since the last checkpoint; make one before going on")
         if self._file is None:
-            self._file, self._is_named = MappedFile(self.path, create=True, mode=self._mode), False
+            self._file, self._is_named = MappedFile(self.path, create=True, mode=self._mode()), False
         file, twice = self._file, max(2 * self._capacity, (1 << 20) // self.nbytes)
         capacity = max(needed, min(twice, self.n_rows, MOST_ENTRIES))
         try:

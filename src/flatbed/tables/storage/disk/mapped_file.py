@@ -56,7 +56,6 @@ class MappedFile:
     def size(self) -> int:
         return os.fstat(self._descriptor).st_size
 
-    @property
     def mode(self) -> int:
         return stat.S_IMODE(os.fstat(self._descriptor).st_mode)
 
@@ -193,25 +192,21 @@ def anonymous(count: int) -> NDArray[np.int32]:
     return np.frombuffer(mmap.mmap(-1, max(4 * count, 1), flags=flags), np.int32, count)
 
 
-def lock_table(path: Path) -> FileIO:
-    """Lock a file for one storage of one process, until the returned file is closed or collected.
-
-    The returned file serves the lock alone: a mapping would keep the lock of its own descriptor.
-    """
+def open_for_lock(path: Path) -> FileIO:
+    """Open a file for its lock alone: a mapping would keep the lock of its own descriptor."""
     with file_errors(path, doing="opening"):
-        file = FileIO(opened(path, os.O_RDWR | os.O_NOFOLLOW), "r+")
-    try:
-        is_locked = lock(file, wait=False)
-        if is_locked is None:
-            raise FlatbedError(f"tables on disk need file locks, which {path} has not: use storage='host'")
-        if not is_locked:
-            raise FlatbedError(
-                f"{path} is open already, in this process or in another one; a table on disk has one "
-                "user at a time: close it there first"
-            )
-        if not path.exists() or not os.path.samestat(os.fstat(file.fileno()), path.stat()):
-            raise FlatbedError(f"{path} was replaced while it was being opened; try again")
-    except BaseException:
-        file.close()
-        raise
-    return file
+        return FileIO(opened(path, os.O_RDWR | os.O_NOFOLLOW), "r+")
+
+
+def lock_table(file: FileIO, path: Path) -> None:
+    """Lock a table's file for one storage of one process, until `file` is closed."""
+    is_locked = lock(file, wait=False)
+    if is_locked is None:
+        raise FlatbedError(f"tables on disk need file locks, which {path} has not: use storage='host'")
+    if not is_locked:
+        raise FlatbedError(
+            f"{path} is open already, in this process or in another one; a table on disk has one user at a "
+            "time: close it there first, or read it beside that one by load_table(path, read_only=True)"
+        )
+    if not path.exists() or not os.path.samestat(os.fstat(file.fileno()), path.stat()):
+        raise FlatbedError(f"{path} was replaced while it was being opened; try again")

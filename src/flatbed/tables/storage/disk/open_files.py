@@ -45,7 +45,7 @@ from flatbed.tables.storage.disk.format import (
     read_header,
 )
 from flatbed.tables.storage.disk.journal import Journal, Sealed, apply, read_sealed
-from flatbed.tables.storage.disk.mapped_file import MappedFile, lock_table
+from flatbed.tables.storage.disk.mapped_file import MappedFile, lock_table, open_for_lock
 
 # ---- recovery
 
@@ -61,9 +61,9 @@ def journal_of(path: Path) -> Path:
 def recover(table: MappedFile, token: str | None = None, *, forget: bool = False) -> tuple[Identity, State]:
     """Complete a sealed checkpoint or drop an unfinished one, and map the records.
 
-    Everything is checked before anything is written. A sealed journal whose decision is another job's is
-    renamed instead of dropped. A checkpoint with this `token` is known to be decided, also one of a journal
-    that was renamed before. With `forget`, all rows lose their checksums.
+    Everything is checked before anything is written. A sealed journal is renamed instead of dropped, unless
+    the decision next to the table shows that it was not made. A checkpoint with this `token` is known to be
+    decided, also one of a journal that was renamed before. With `forget`, all rows lose their checksums.
     """
     path = table.path
     identity, state = read_header(table)
@@ -93,7 +93,12 @@ def recover(table: MappedFile, token: str | None = None, *, forget: bool = False
         )
     _map_table(table, identity, state, forget=forget)
     if is_foreign:
-        _keep_aside(journal)
+        _keep_aside(
+            journal,
+            "that flatbed.save_checkpoint prepared, and no file here says whether it was completed. The "
+            "table is at the checkpoint before",
+            "flatbed.load_checkpoint takes it with the folder of that time; otherwise delete it",
+        )
     elif os.path.lexists(journal):
         MappedFile.remove(journal)
         MappedFile.sync_folder(journal.parent)
@@ -112,7 +117,7 @@ def kept_journal(path: Path, table: str, *, base: str, token: str) -> tuple[Path
     return None
 
 
-def _keep_aside(journal: Path) -> None:
+def _keep_aside(journal: Path, state: str, remedy: str) -> None:
     """Rename a sealed journal of which no file here says whether it counts."""
     number = 1
     while os.path.lexists(kept := journal.with_name(f"{journal.name}{KEPT}{number}")):
@@ -120,17 +125,14 @@ def _keep_aside(journal: Path) -> None:
     MappedFile.rename(journal, kept)
     MappedFile.sync_folder(journal.parent)
     warnings.warn(
-        f"{journal} holds a checkpoint that flatbed.save_checkpoint prepared, and its folder has another "
-        f"one by now. The table is at the checkpoint before, and the journal is kept as {kept}: "
-        f"flatbed.load_checkpoint takes it with the folder of that time; otherwise delete it",
-        stacklevel=2,
+        f"{journal} holds a checkpoint {state}, and the journal is kept as {kept}: {remedy}", stacklevel=2
     )
 
 
 def _wanted(
     path: Path, identity: Identity, state: State | None, sealed: Sealed, token: str | None
 ) -> bool | None:
-    """True if a sealed journal is to be applied, None if another job's decision speaks against it.
+    """True if a sealed journal is to be applied, None if it is not known whether its decision was made.
 
     A journal of another table, or of another time, is an error.
     """
@@ -285,13 +287,14 @@ def open_files(path: Path, token: str | None = None, *, forget: bool = False) ->
     if not path.exists():
         raise FlatbedError(f"there is no table at {path}; check the path, or create one")
     with ExitStack() as undo:
-        held = undo.enter_context(lock_table(path))
+        held = undo.enter_context(open_for_lock(path))
+        lock_table(held, path)  # not before: Control-C in `enter_context` would leave the lock taken
         table = MappedFile(path)
         undo.callback(table.close)
         identity, state = recover(table, token, forget=forget)
-        journal = _journal(table, identity, state)
+        files = OpenFiles(held, table, _journal(table, identity, state))
         undo.pop_all()
-    return OpenFiles(held, table, journal), identity, state
+    return files, identity, state
 
 
 def forget_sums(path: Path) -> None:
@@ -365,9 +368,17 @@ def _exists(path: Path) -> FlatbedError:
 
 
 def _remove_stale_journal(journal: Path) -> None:
-    """Remove the journal of a table whose file was deleted; any other file of that name is an error."""
-    if os.path.lexists(journal):
-        with closing(MappedFile(journal)) as file:
-            read_sealed(file)
+    """Remove the journal of a table whose file was deleted or moved; a sealed one is renamed.
+
+    Any other file of that name is an error.
+    """
+    if not os.path.lexists(journal):
+        return
+    with closing(MappedFile(journal)) as file:
+        sealed = read_sealed(file)
+    if sealed is not None:
+        remedy = f"name it {journal.name} again beside that table, or delete it"
+        _keep_aside(journal, "of a table that is not here any more. A new table is made", remedy)
+    else:
         MappedFile.remove(journal)
         MappedFile.sync_folder(journal.parent)
