@@ -35,6 +35,8 @@ class OptimizerDefaults:
     """Negatives that the words of a block share; their weights make them count as `negatives`."""
     can_lag: bool = False
     """True if steps may use rows of some steps before, as they do with several threads."""
+    row_norm: float = math.inf
+    """Norm that bounds the gradient of each row in a step."""
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -42,8 +44,9 @@ OPTIMIZER_DEFAULTS = {
     # A row's momentum is as old as the last step with the row: for a rare word, thousands of steps.
     "adamax": OptimizerDefaults(0.06, 8192, 60, can_lag=True, options={"betas": (0.0, 0.99)}),
     "adamax, cbow": OptimizerDefaults(0.045, can_lag=True, options={"betas": (0.0, 0.99)}),
-    # As in word2vec. In larger batches, or with older rows, frequent words diverge.
-    "sgd": OptimizerDefaults(0.025, 1024, shared_negatives=64),
+    # As in word2vec. In larger batches, or with older rows, frequent words diverge. word2vec takes a step for
+    # each pair, with ever smaller gradients. Their sum over a line of two words is bounded instead.
+    "sgd": OptimizerDefaults(0.025, 1024, shared_negatives=64, row_norm=40.0),
     "adagrad": OptimizerDefaults(0.1, can_lag=True),
     "adam": OptimizerDefaults(0.02, can_lag=True),
     "adamw": OptimizerDefaults(0.02, can_lag=True),
