@@ -67,7 +67,7 @@ class Settings:
     """
 
     dim: Annotated[int, "Size of a vector."] = 128
-    cbow: Annotated[bool, "Predict a word from the mean of its contexts, not contexts from the word."] = False
+    cbow: Annotated[bool, "CBOW: predict a word from the mean of its contexts."] = False
     window: Annotated[int, "Most words of context on each side; each word draws 1 to this many."] = 5
     negatives: Annotated[int, "Random words per pair."] = 5
     min_count: Annotated[int, "Words that occur less often are left out."] = 5
@@ -78,9 +78,9 @@ class Settings:
     storage: Annotated[str, "Where the tables are: host, device or disk."] = "host"
     path: Annotated[str | Path | None, "Folder of the tables' files, for storage disk."] = None
     seed: Annotated[int, "Seed of first weights and all sampling."] = 0
-    batch_words: Annotated[
-        int | None, "Words of text in a step. Depends on the optimizer; less for small texts."
-    ] = None
+    batch_words: Annotated[int | None, "Words of text in a step. Depends on the optimizer and the text."] = (
+        None
+    )
     device: Annotated[str | None, "cpu or cuda; cuda if there is a GPU."] = None
     buckets: Annotated[int, "Table rows for hashed character n-grams, 10_000_000 for example."] = 0
     ngrams: Annotated[tuple[int, int], "Least and greatest length of n-grams."] = (3, 6)
