@@ -295,7 +295,8 @@ class OptimizerTables:
             table = owned.table
             if table._owner_ref is None or table._owner_ref() is not owner:
                 raise FlatbedError(
-                    f"table {owned.name} has been given to another optimizer since: step that one"
+                    f"table {owned.name} has been given to another optimizer since, or drop_state() dropped "
+                    "its state: step that one, or build this optimizer again"
                 )
             if table._deferred_checks.pending and not capturing:
                 table._raise_bad_ids()
