@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,22 @@ def left_alone(_: Path) -> None:
             optimizer.step()
             optimizer.zero_grad()
     assert torch.equal(emb.read_rows([1]) != before[1], torch.full((1, DIM), rank == 0))
+
+
+def no_rows(_: Path) -> None:
+    """Steps in which no rank has looked a row up count, as in torch, and send no empty tensors."""
+    emb = flatbed.Embedding(ROWS, DIM)
+    optimizer = flatbed.optim.Adam(emb, lr=0.1)
+    before = emb.weight.clone()
+    sent: list[int] = []
+    gather = dist.all_gather
+    with patch.object(dist, "all_gather", lambda parts, own: sent.append(own.numel()) or gather(parts, own)):
+        emb(torch.empty(0, dtype=torch.int64)).sum().backward()
+        optimizer.step()
+    assert sent
+    assert all(sent)
+    assert float(optimizer.state[emb.table]["step"]) == 1
+    assert torch.equal(emb.weight, before)
 
 
 def assert_unequal(action: Callable[[], Any]) -> None:
@@ -113,4 +130,4 @@ def one_rank_looks(_: Path) -> None:
 
 
 if __name__ == "__main__":
-    main([left_alone, unequal, drifting, some_alone, one_rank_looks])
+    main([left_alone, no_rows, unequal, drifting, some_alone, one_rank_looks])

@@ -9,6 +9,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 import flatbed
@@ -30,7 +31,8 @@ EMBEDDING: list[Row] = [
     ("Kind.from_table(torch.ones(3, 2))", TypeError, r"found Tensor.*from_pretrained"),
     ("Kind(10, 4)(torch.tensor([[3, 10]]))", IndexError, r"10.*\(0, 1\)"),
     ("Kind(10, 4)(torch.tensor([[1.0]]))", TypeError, r"torch.float32"),
-    ("Kind(10, 4)([[1], [1, 2]])", ValueError, r"inhomogeneous shape"),
+    ("Kind(10, 4)([[1], [1, 2]])", ValueError, r"equal length: pad them.*inhomogeneous"),
+    ("Kind(10, 4, None, 2.0)", TypeError, r"flatbed\.Embedding.*found 2\.0 .*by name"),
     ("Kind(10, 4).read_rows([10])", IndexError, r"id 10"),
     ("Kind(10, 4).topk(torch.ones(1, 5), 2)", ValueError, r"\(1, 5\)"),
     ("Kind(10, 4).write_rows([1, 2], torch.ones(1, 4))", ValueError, r"\(2, 4\); found \(1, 4\)"),
@@ -75,6 +77,12 @@ TABLE: list[Row] = [
         "another kind",
     ),
     ("torch.save([], folder / 'a.pt'); flatbed.load_table(folder / 'a.pt')", FlatbedError, "another kind"),
+    (
+        "save_file({'weight': torch.ones(2, 2), 'bias': torch.ones(2)}, folder / 'a.safetensors'); "
+        "flatbed.load_table(folder / 'a.safetensors')",
+        FlatbedError,
+        r"nothing else; found .*'bias'.*: save the weights alone",
+    ),
     ("flatbed.load_table(folder)", FlatbedError, r"is missing, or no file: check the path"),
     ("closed(folder); flatbed.load_table(folder / 'items.bed', device='gpu')", ValueError, "cuda.*'gpu'"),
     ("closed(folder); flatbed.load_table(folder / 'items.bed', storage='host')", ValueError, "'host'.*save"),
@@ -179,7 +187,7 @@ def test_mistake(row: Row, kind: type[Embedding], tmp_path: Path) -> None:
     before = repr(emb.table), emb.read_rows(range(10))
     names = {**vars(flatbed), **vars(word2vec), "nn": nn, "np": np, "torch": torch, "flatbed": flatbed}
     names |= {"Kind": kind, "folder": tmp_path, "closed": closed, "on_disk": on_disk}
-    names |= {"smaller": smaller, "trainer": trainer}
+    names |= {"smaller": smaller, "trainer": trainer, "save_file": save_file}
     no_gpu = patch.object(torch.cuda, "is_available", return_value=False)
     with no_gpu, pytest.raises(error, match=message) as caught:
         exec(code, {**names, "emb": emb, "table": emb.table})

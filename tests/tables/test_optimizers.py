@@ -122,6 +122,32 @@ def test_another_kind_of_optimizer_takes_over() -> None:
     assert emb.table.state_names == ("exp_avg", "exp_avg_sq")
 
 
+def test_a_table_that_comes_back_does_not_continue_state_that_is_gone() -> None:
+    """torch keeps the moments for the first optimizer; a record has room for those of one."""
+    emb, layer = made(), nn.Linear(2, 2)
+    first = optim.Adam([{"params": layer.parameters()}, {"params": [emb.table]}], lr=0.1)
+    for _ in range(2):
+        backward(emb)
+        first.step()
+        first.zero_grad()
+    group = first.param_groups.pop()
+    first.add_param_group(group)  # no other one has had it
+    assert emb.table.read_state("exp_avg", [1]).all()
+    assert float(first.state[emb.table]["step"]) == 2
+    group = first.param_groups.pop()
+    optim.SGD(emb)
+    with pytest.raises(FlatbedError, match=r"lost the state of this Adam.*del optimizer\.state\[table\]"):
+        first.add_param_group(group)
+    assert len(first.param_groups) == 1
+    del first.state[emb.table]
+    first.add_param_group(group)
+    assert float(first.state[emb.table]["step"]) == 0
+    before = emb.read_rows([1])
+    backward(emb)
+    first.step()
+    assert torch.allclose((emb.read_rows([1]) - before).abs(), torch.tensor(0.1))
+
+
 TORCHS = [
     (name, more)
     for name, kind in vars(torch.optim).items()

@@ -77,6 +77,7 @@ def test_results_of_operations_are_ordinary_tensors() -> None:
     assert weight.shape == (ROWS, DIM)
     assert weight.size(0) == len(weight) == len(weight.tolist()) == ROWS
     assert repr(weight) == repr(weight.detach().clone())
+    assert "read_rows" in dir(emb.table)  # of shells that complete names
     buffer = io.BytesIO()
     torch.save(weight[3:5], buffer)
     assert buffer.tell() < 2048

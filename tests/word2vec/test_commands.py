@@ -173,7 +173,9 @@ def test_texts_with_nothing_to_learn(content: str, match: str, tmp_path: Path) -
 def test_characters_of_another_encoding(tmp_path: Path) -> None:
     (tmp_path / "t.txt").write_text("café caf thé\n" * 200, encoding="latin-1")
     options = [tmp_path / "t.txt", *QUIET, "--out", tmp_path / "v.txt"]
-    assert "Warning: 2 different words have U+FFFD" in run("word2vec", *options)
+    message = run("word2vec", *options)
+    assert "Warning: 2 different words have U+FFFD" in message
+    assert "--encoding latin-1" in message
     assert "Warning" not in run("word2vec", *options, "--encoding", "latin-1")
     assert set(Vectors.load(tmp_path / "v.txt").words) == {"café", "caf", "thé"}
 

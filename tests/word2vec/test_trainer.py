@@ -10,6 +10,7 @@ import torch
 import flatbed
 from flatbed import FlatbedError
 from flatbed.word2vec import Corpus, Settings, Trainer
+from flatbed.word2vec.model import SCORE_BOUND
 from flatbed.word2vec.sampling import make_bags
 from flatbed.word2vec.settings import remove_checkpoint, saved_run
 from flatbed.word2vec.trainer import STEPS_PER_DRAIN
@@ -197,6 +198,20 @@ def test_a_line_of_junk_does_not_diverge(optimizer: str) -> None:
     trainer.run()
     assert np.isfinite(trainer.vectors().matrix).all()
     assert trainer.losses[-1][1] < 10
+
+
+@pytest.mark.parametrize("dim", [16, 100])
+@pytest.mark.parametrize("n_repeats", [100, 500])
+def test_sgd_learns_a_line_of_two_words(dim: int, n_repeats: int) -> None:
+    """One pair hundreds of times: the sum of its gradients must not push scores beyond the bound for good."""
+    text = [["left", "right"] * n_repeats, *([["a", "cat", "and", "a", "dog"]] * 200)]
+    options = SMALL | {"dim": dim, "batch_words": None, "epochs": 5}
+    trainer = Trainer(Corpus.from_sentences(text), Settings(**options, optimizer="sgd"))
+    trainer.run()
+    rows = [trainer.corpus.words.index(word) for word in ("left", "right")]
+    inputs, outputs = (trainer.model[name].read_rows(rows) for name in ("inputs", "outputs"))
+    assert (inputs @ outputs.T).abs().max() < SCORE_BOUND
+    assert trainer.losses[-1][1] < 6 * np.log(2)  # that of zeros
 
 
 def test_steps_without_pairs_have_no_loss(tmp_path: Path) -> None:

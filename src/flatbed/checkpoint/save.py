@@ -102,6 +102,16 @@ def save_checkpoint(
     those of other tables. Saves of several processes to one folder wait for each other. With
     torch.distributed, all ranks call this, with a folder that all of them see. The first one writes, except
     for tables with ``shard="row"``: all ranks write those together, in files that any number of ranks loads.
+
+    >>> import flatbed, tempfile
+    >>> emb = flatbed.Embedding(1000, 8)
+    >>> optimizer = flatbed.optim.Adam(emb)
+    >>> folder = tempfile.mkdtemp()
+    >>> flatbed.save_checkpoint(folder, emb, optimizer, extra={"epoch": 1})
+    >>> flatbed.load_checkpoint(folder, emb, optimizer)
+    {'epoch': 1}
+    >>> flatbed.load_table(folder)
+    Table(1000 × 8, torch.float32, host, state exp_avg, exp_avg_sq)
     """
     with Lockstep("saving a checkpoint") as lockstep:
         folder = as_path(folder, "folder").absolute()

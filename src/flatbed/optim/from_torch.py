@@ -266,7 +266,7 @@ def from_torch(kind: type[torch.optim.Optimizer], params: ParamsT, **options: An
 
     >>> import flatbed, torch
     >>> emb = flatbed.Embedding(100, 8)
-    >>> optimizer = flatbed.optim.from_torch(torch.optim.Rprop, [emb.table], lr=0.01)
+    >>> optimizer = flatbed.optim.from_torch(torch.optim.Rprop, emb, lr=0.01)
     >>> emb(torch.tensor([1, 5, 5])).sum().backward()
     >>> optimizer.step()
     """

@@ -200,6 +200,12 @@ def check_table(owner: Optimizer, name: str, table: Table, group: Group) -> None
         if is_wrong:
             raise ValueError(f"{option} is not for table {name} of {dtype}: {reason}")
     table._check_attach(owner, state_fields(owner, group, table))
+    had_state = any(value is None for value in owner.state.get(table, {}).values())  # in its records
+    if had_state and table._store.state_owned and table._owner is not owner:
+        raise FlatbedError(
+            f"table {name} has lost the state of this {kind} since: its rows hold that of one optimizer, and "
+            f"another one took it, or drop_state() dropped it. `del optimizer.state[table]` starts again"
+        )
     expected = set(owner._rule.shown_scalars) - set(owner._row_scalars(group))
     known = {scalar for scalar in table._store.scalars if not scalar.startswith("_")}
     if not table._store.state_owned and known and known != expected:
@@ -295,7 +301,8 @@ class OptimizerTables:
             table = owned.table
             if table._owner_ref is None or table._owner_ref() is not owner:
                 raise FlatbedError(
-                    f"table {owned.name} has been given to another optimizer since: step that one"
+                    f"table {owned.name} has been given to another optimizer since, or drop_state() dropped "
+                    "its state: step that one, or build this optimizer again"
                 )
             if table._deferred_checks.pending and not capturing:
                 table._raise_bad_ids()

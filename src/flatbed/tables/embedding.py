@@ -50,7 +50,7 @@ class TableModule(nn.Module):
         num_embeddings: int,
         embedding_dim: int,
         padding_idx: int | None = None,
-        *,
+        *unnamed: Any,
         storage: str = "host",
         path: str | Path | None = None,
         device: Any = None,
@@ -67,6 +67,11 @@ class TableModule(nn.Module):
         cache_policy: str = "lfu",
         **unknown: Any,
     ) -> None:
+        if unnamed:
+            raise TypeError(
+                f"flatbed.{type(self).__name__} takes num_embeddings, embedding_dim and padding_idx by "
+                f"position; found {unnamed[0]!r} after them: give other arguments by name"
+            )
         for name in unknown:
             hint = WITHOUT.get(name, "see help(flatbed.Embedding)")
             raise TypeError(f"flatbed.{type(self).__name__} has no argument {name!r}: {hint}")
@@ -354,12 +359,12 @@ class EmbeddingBag(TableModule, torch_embedding_bag):  # type: ignore[misc]
         num_embeddings: int,
         embedding_dim: int,
         padding_idx: int | None = None,
-        *,
+        *unnamed: Any,
         mode: str = "mean",
         include_last_offset: bool = False,
         **options: Any,
     ) -> None:
-        super().__init__(num_embeddings, embedding_dim, padding_idx, **options)
+        super().__init__(num_embeddings, embedding_dim, padding_idx, *unnamed, **options)
         self._set_options(mode=mode, include_last_offset=include_last_offset)
 
     def _set_options(self, *, mode: str = "mean", include_last_offset: bool = False) -> None:

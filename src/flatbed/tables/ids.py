@@ -27,7 +27,13 @@ def as_ids(ids: Any, *, name: str = "ids") -> Tensor:
     """
     if not isinstance(ids, Tensor):
         if isinstance(ids, (list, tuple, range, int, np.integer)):
-            ids = np.asarray(ids)
+            try:
+                ids = np.asarray(ids)
+            except ValueError as error:
+                raise ValueError(
+                    f"{name} must be lists of equal length: pad them with padding_idx, or give EmbeddingBag "
+                    f"one list and offsets ({error})"
+                ) from None
             ids = ids if ids.size else ids.astype(np.int64)
         if not isinstance(ids, np.ndarray):
             raise TypeError(

@@ -131,6 +131,7 @@ def _no_tensor(func: Any) -> FlatbedError:
 
 _INITIALIZERS = {"uniform_", "normal_", "fill_", "zero_", "copy_", "constant_", "zeros_", "ones_"}
 _ALLOWED = {
+    Tensor.__dir__,
     Tensor.requires_grad_,
     Tensor.is_complex,
     Tensor.is_floating_point,

@@ -398,8 +398,9 @@ def _average_replicas(table: Table) -> None:
         return
     sizes = [max(size, 0) for size in sizes]
     dtype = torch.promote_types(store.config.dtype, torch.float32)
-    rows = torch.full((max(sizes),), -1, dtype=torch.int64, device=device)
-    grads = torch.zeros((max(sizes), table.embedding_dim), dtype=dtype, device=device)
+    n_sent = max(*sizes, 1)  # older versions of gloo abort over empty tensors
+    rows = torch.full((n_sent,), -1, dtype=torch.int64, device=device)
+    grads = torch.zeros((n_sent, table.embedding_dim), dtype=dtype, device=device)
     rows[: len(own.rows)] = own.rows.to(device)
     grads[: len(own.rows)] = own.grads.to(device, dtype)
     parts = [

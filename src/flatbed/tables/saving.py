@@ -264,7 +264,7 @@ def _weights_of_torch(path: Path, reader: Any) -> TableFile:
     if len(found) != 1 or not dtypes or len(shape) != 2:
         raise FlatbedError(
             f"{path} is no table: expected a file of table.save(), or one with a tensor 'weight' (rows, dim) "
-            f"of {', '.join(DTYPES)} and nothing else; found {str(found)[:200]}"
+            f"of {', '.join(DTYPES)} and nothing else; found {str(found)[:200]}: save the weights alone"
         )
     return TableFile(path, shape[0], Record((Field(WEIGHT, dtypes[0], shape[1]),)), {}, {})
 

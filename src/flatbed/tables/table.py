@@ -308,7 +308,8 @@ class Table(TableParameter):
         queries of its own, and `k`, `metric` and the dtype of queries are the same.
 
         >>> import flatbed, torch
-        >>> emb = flatbed.Embedding.from_pretrained(torch.tensor([[0.0, 1.0], [2.0, 0.0], [3.0, 3.0]]))
+        >>> rows = torch.tensor([[0.0, 1.0], [2.0, 0.0], [3.0, 3.0]])
+        >>> emb = flatbed.Embedding.from_pretrained(rows)
         >>> emb.table.topk([[1.0, 0.0]], k=2)
         (tensor([[3., 2.]]), tensor([[2, 1]]))
         """

@@ -1,8 +1,8 @@
 """Word vectors: skip-gram with negative sampling over flatbed tables.
 
 >>> from flatbed.word2vec import Corpus, Settings, Trainer
->>> corpus = Corpus.from_sentences([["a", "cat", "and", "a", "dog"], ["a", "dog", "and", "a", "cat"]] * 20)
->>> trainer = Trainer(corpus, Settings(dim=8, min_count=1, epochs=2, device="cpu"))
+>>> corpus = Corpus.from_sentences([["a", "cat", "and", "a", "dog"]] * 40)
+>>> trainer = Trainer(corpus, Settings(dim=8, epochs=2, device="cpu"))
 >>> trainer.run()
 >>> trainer.vectors().matrix.shape
 (4, 8)

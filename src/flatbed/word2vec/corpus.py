@@ -138,7 +138,7 @@ def read_corpus(
         raise ValueError(f"{error}: give the name of a codec of Python, such as latin-1") from error
     codec = "utf-8-sig" if codec == "utf-8" else codec  # drops a byte order mark
     corpus = Corpus.from_sentences(_lines(files, codec, progress), max_words=max_words)
-    remedy = f"the text is not {encoding}; give its encoding, latin-1 for example"
+    remedy = f"the text is not {encoding}; give its encoding (--encoding latin-1 for example)"
     warn_of_replaced_bytes(corpus.words, remedy)
     return corpus
 

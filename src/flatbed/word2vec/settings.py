@@ -35,6 +35,8 @@ class OptimizerDefaults:
     """Negatives that the words of a block share; their weights make them count as `negatives`."""
     can_lag: bool = False
     """True if steps may use rows of some steps before, as they do with several threads."""
+    row_norm: float = math.inf
+    """Norm that bounds the gradient of each row in a step."""
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -42,8 +44,9 @@ OPTIMIZER_DEFAULTS = {
     # A row's momentum is as old as the last step with the row: for a rare word, thousands of steps.
     "adamax": OptimizerDefaults(0.06, 8192, 60, can_lag=True, options={"betas": (0.0, 0.99)}),
     "adamax, cbow": OptimizerDefaults(0.045, can_lag=True, options={"betas": (0.0, 0.99)}),
-    # As in word2vec. In larger batches, or with older rows, frequent words diverge.
-    "sgd": OptimizerDefaults(0.025, 1024, shared_negatives=64),
+    # As in word2vec. In larger batches, or with older rows, frequent words diverge. word2vec takes a step for
+    # each pair, with ever smaller gradients. Their sum over a line of two words is bounded instead.
+    "sgd": OptimizerDefaults(0.025, 1024, shared_negatives=64, row_norm=40.0),
     "adagrad": OptimizerDefaults(0.1, can_lag=True),
     "adam": OptimizerDefaults(0.02, can_lag=True),
     "adamw": OptimizerDefaults(0.02, can_lag=True),
@@ -64,7 +67,7 @@ class Settings:
     """
 
     dim: Annotated[int, "Size of a vector."] = 128
-    cbow: Annotated[bool, "Predict a word from the mean of its contexts, not contexts from the word."] = False
+    cbow: Annotated[bool, "CBOW: predict a word from the mean of its contexts."] = False
     window: Annotated[int, "Most words of context on each side; each word draws 1 to this many."] = 5
     negatives: Annotated[int, "Random words per pair."] = 5
     min_count: Annotated[int, "Words that occur less often are left out."] = 5
@@ -75,9 +78,9 @@ class Settings:
     storage: Annotated[str, "Where the tables are: host, device or disk."] = "host"
     path: Annotated[str | Path | None, "Folder of the tables' files, for storage disk."] = None
     seed: Annotated[int, "Seed of first weights and all sampling."] = 0
-    batch_words: Annotated[
-        int | None, "Words of text in a step. Depends on the optimizer; less for small texts."
-    ] = None
+    batch_words: Annotated[int | None, "Words of text in a step. Depends on the optimizer and the text."] = (
+        None
+    )
     device: Annotated[str | None, "cpu or cuda; cuda if there is a GPU."] = None
     buckets: Annotated[int, "Table rows for hashed character n-grams, 10_000_000 for example."] = 0
     ngrams: Annotated[tuple[int, int], "Least and greatest length of n-grams."] = (3, 6)

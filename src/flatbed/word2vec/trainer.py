@@ -224,7 +224,10 @@ class Trainer:
         for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
             group["lr"] = rate * self._rate_factor()
         if found is not None:
-            torch.autograd.backward(rows, [found.inputs, found.outputs])
+            grads, row_norm = [found.inputs, found.outputs], self.settings.defaults.row_norm
+            if row_norm < math.inf:
+                grads = [grad.renorm_(2, 0, row_norm) for grad in grads]
+            torch.autograd.backward(rows, grads)
             self.optimizer.step()
             self.optimizer.zero_grad()
             self._loss += found.loss

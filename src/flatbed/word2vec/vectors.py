@@ -28,7 +28,8 @@ class Vectors:
 
     >>> import numpy as np
     >>> from flatbed.word2vec import Vectors
-    >>> vectors = Vectors(["up", "down", "sideways"], np.array([[0, 1], [0, -1], [1, 0.5]]))
+    >>> matrix = np.array([[0, 1], [0, -1], [1, 0.5]])
+    >>> vectors = Vectors(["up", "down", "sideways"], matrix)
     >>> vectors.neighbors("up", n=1)[0][0]
     'sideways'
     """

@@ -111,9 +111,9 @@ class ModelFactory(WeightSwitcher):
 
     >>> import numpy as np, torch, flatbed.compat.speedtorch as SpeedTorch
     >>> embedding = torch.nn.Embedding(4, 2)  # as many slots as a batch has ids
-    >>> switcher = SpeedTorch.ModelFactory(embedding, total_classes=1000, embed_dimension=2, CPUPinn=True)
+    >>> switcher = SpeedTorch.ModelFactory(embedding, 1000, 2, CPUPinn=True)
     >>> switcher.zerosInit()
-    >>> slots = torch.from_numpy(switcher.variableTransformer(batchSize=4, posPerBatch=1))
+    >>> slots = torch.from_numpy(switcher.variableTransformer(4, 1))
     >>> ids = np.array([7, 999, 7, 3], dtype=np.int32)
     >>> optimizer = torch.optim.SGD(embedding.parameters(), lr=1.0)
     >>> switcher.beforeForwardPass(ids)

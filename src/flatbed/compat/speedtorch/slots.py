@@ -6,7 +6,7 @@ Several slots may hold one row. They get one gradient, the sum over all of them.
 from __future__ import annotations
 
 import weakref
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -143,8 +143,8 @@ class Slots:
         """Raise if the gradient is of an earlier batch's rows, or would be added to one that is."""
         variable, node = self.variable(), torch._C._current_autograd_node()
         assert variable is not None
-        is_leaf_node = node is not None and node.name().endswith("AccumulateGrad")  # not in autograd.grad
-        if is_leaf_node and node is not torch.autograd.graph.get_gradient_edge(variable).node:
+        # Hooks of autograd.grad may run at another node.
+        if type(node).__name__ == "AccumulateGrad" and node is not _leaf_node(variable):
             raise FlatbedError(
                 "found backward() of a forward pass over rows of an earlier batch, while the variable holds "
                 "other rows: call backward() before the next beforeForwardPass()"
@@ -163,10 +163,20 @@ def _replace_leaf_node(variable: Tensor) -> None:
     torch makes a new node for a tensor whose dtype has changed, as `module.double()` changes it.
     """
     data = variable.data
-    other = torch.float32 if data.dtype == torch.float64 else torch.float64
+    variable.data = _empty(torch.float32 if data.dtype == torch.float64 else torch.float64, data.device)
+    variable.data = data
+
+
+@lru_cache
+def _empty(dtype: torch.dtype, device: torch.device) -> Tensor:
     with torch.inference_mode(False):
-        variable.data = torch.empty(0, dtype=other, device=data.device)
-        variable.data = data
+        return torch.empty(0, dtype=dtype, device=device)
+
+
+def _leaf_node(variable: Tensor) -> Any:
+    """Return the variable's leaf node, as `torch.autograd.graph.get_gradient_edge`, in half the time."""
+    with torch.enable_grad():
+        return variable.view_as(variable).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
 
 
 def _shared(grad: Tensor, batch: SlotBatch) -> Tensor:

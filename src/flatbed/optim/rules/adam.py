@@ -127,7 +127,7 @@ class AdamW(Optimizer):
 
     >>> import flatbed, torch
     >>> model = torch.nn.Linear(8, 1)
-    >>> optimizer = flatbed.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.1, max_norm=1.0)
+    >>> optimizer = flatbed.optim.AdamW(model.parameters(), lr=3e-4, max_norm=1.0)
     >>> model(torch.ones(2, 8)).sum().backward()
     >>> optimizer.step()
     """

@@ -68,7 +68,7 @@ class SGD(Optimizer):
 
     >>> import flatbed, torch
     >>> model = torch.nn.Linear(8, 1)
-    >>> optimizer = flatbed.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)
+    >>> optimizer = flatbed.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     >>> model(torch.ones(2, 8)).sum().backward()
     >>> optimizer.step()
     """
@@ -135,7 +135,7 @@ class Lion(Optimizer):
 
     >>> import flatbed, torch
     >>> model = torch.nn.Linear(8, 1)
-    >>> optimizer = flatbed.optim.Lion(model.parameters(), lr=1e-4, weight_decay=0.1)
+    >>> optimizer = flatbed.optim.Lion(model.parameters(), lr=1e-4)
     >>> model(torch.ones(2, 8)).sum().backward()
     >>> optimizer.step()
     """
