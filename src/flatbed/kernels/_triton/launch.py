@@ -23,6 +23,7 @@ TYPES = {
 }
 
 Launch = Callable[..., None]
+INT32 = 1 << 31
 
 
 @triton.jit
@@ -52,6 +53,9 @@ class Kernel:
 
     def __init__(self, function: Any, *constants: Any, num_warps: int = 4) -> None:
         self.function, self.constants, self.num_warps = function, constants, num_warps
+        names = function.arg_names[: len(function.arg_names) - len(constants)]
+        self._tensors = [i for i, name in enumerate(names) if name.endswith("_ptr")]
+        self._numbers = [i for i, name in enumerate(names) if not name.endswith("_ptr")]
         self._compiled: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
     def __call__(self, n_programs: int, device: torch.device, *args: Any) -> None:
@@ -59,26 +63,22 @@ class Kernel:
 
         Kernels see addresses and not strides: wrappers make their inputs contiguous.
         """
-        values: list[Any] = []
-        kinds: list[Any] = [device.index]
-        is_aligned = True
-        for arg in args:
-            if isinstance(arg, Tensor):
-                assert arg.is_contiguous(), f"a kernel was given a tensor with stride {arg.stride()}"
-                values.append(arg.data_ptr())
-                kinds.append(arg.dtype)
-                is_aligned = is_aligned and not values[-1] % 16
-            else:
-                values.append(arg)
-                kinds.append(arg.bit_length() > 31 if isinstance(arg, int) else float)
         if device.type != "cuda":  # the interpreter
+            for i in self._tensors:
+                assert args[i].is_contiguous(), f"a kernel was given a tensor with stride {args[i].stride()}"
             self.function[(n_programs,)](*args, *self.constants)
             return
         if torch._C._cuda_getDevice() != device.index:
             with torch.cuda.device(device):
                 self(n_programs, device, *args)
             return
-        if not is_aligned:
+        values, addresses = [*args], 0
+        kinds: list[Any] = [device.index, *[-INT32 <= args[i] < INT32 for i in self._numbers]]
+        for i in self._tensors:
+            values[i] = address = args[i].data_ptr()
+            addresses |= address
+            kinds.append(args[i].dtype)
+        if addresses % 16:
             self.function[(n_programs,)](*args, *self.constants, num_warps=self.num_warps)
             return
         run, *compiled = self._compiled.get(key := tuple(kinds)) or self._compile(key, args)
