@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -35,6 +36,7 @@ from tests.data.fakes import (
     wait_until,
     workers,
 )
+from tests.tables.test_cache import Stream
 
 DEPTHS = [0, 1, 2, 5]
 
@@ -594,6 +596,69 @@ def test_settings_of_torch_are_those_of_the_loop() -> None:
         (here,) = look()
         (there,) = Prefetcher(look(), device="cpu")
     assert there == here
+
+
+def test_settings_of_threads_are_not_those_of_a_stream() -> None:
+    """The context of a stream sets the current GPU, too."""
+    iterator = iter(Prefetcher((torch.get_default_device() for _ in range(3)), device="cpu"))
+    iterator._in_rows = torch.device("meta")
+    assert {device.type for device in iterator} == {"cpu"}
+
+
+# ---- streams, simulated: memory of the stream "rows" is used again after the work of the loop
+
+
+class Event(set[int]):
+    """The work before an event."""
+
+    def __init__(self, *, blocking: bool) -> None:
+        assert blocking
+
+    def record(self, stream: Stream) -> None:
+        self.update(stream.before)
+
+
+class Rows(Stream):
+    device_index = 0
+
+
+def test_copies_wait_for_every_stream_of_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    users, rows = [Stream(), Stream()], Rows()
+    current = users[0]
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: current)
+    iterator = iter(Prefetcher(batches(8), device="cpu"))
+    iterator._rows = rows
+    for step, user in enumerate([0, 1, 1, 0, 1, 1, 1, 0]):
+        current = users[user]
+        next(iterator)
+        assert rows.before == {*range(2 * step)}
+        current.before.add(2 * step)
+        users[1 - user].before.add(2 * step + 1)  # on a batch of another stream
+    iterator.close()
+
+
+class OnGpu(torch.Tensor):
+    """Ids of a list that are on the GPU already."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    is_cuda = True
+    record_stream = mock.Mock()
+
+
+@pytest.mark.parametrize("prefetches", [False], indirect=True)
+def test_ids_on_the_gpu_are_kept_for_admissions(
+    emb: flatbed.Embedding, prefetches: Fakes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loop may be left before it waits for the admissions of later batches."""
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream())
+    given = [batch["items"].as_subclass(OnGpu) for batch in batches(3)]
+    iterator = iter(Prefetcher(given, {emb: lambda batch: batch}, device="cpu"))
+    iterator._rows = rows = Rows()
+    next(iterator)
+    assert OnGpu.record_stream.call_args_list == [mock.call(rows)] * 3
+    iterator.close()
 
 
 @DEVICES

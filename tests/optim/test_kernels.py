@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import flatbed
 from tests.optim.mutants import WRONG, Wrong, broken
 from tests.optim.optimizers import CASES, Case
 
@@ -111,3 +113,25 @@ def test_wrong_rules_are_caught(wrong: Wrong, kernel_device: str, tmp_path: Path
     case = broken(wrong, tmp_path)
     with pytest.raises(AssertionError, match="ulp"):
         check(case, kernel_device, steps=12)
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that the optimizer takes for one on a GPU."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    device = SimpleNamespace(type="cuda")
+
+
+def test_learning_rates_on_the_device_and_numbers_replace_each_other(kernel_device: str) -> None:
+    param = nn.Parameter(torch.zeros(4, device=kernel_device))
+    optimizer = flatbed.optim.SGD([param], lr=0.5)
+    expected = 0.0
+    for lr, on_device in ((1.0, True), (0.0, False), (2.0, True), (4.0, True), (0.5, False), (0.0, True)):
+        there = torch.tensor(lr, device=kernel_device)
+        if kernel_device == "cpu":
+            there = there.as_subclass(OnGpu)  # type: ignore[no-untyped-call,unused-ignore]
+        optimizer.param_groups[0]["lr"] = there if on_device else lr
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+        expected -= lr
+        assert param.tolist() == [expected] * 4

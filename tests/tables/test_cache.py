@@ -158,6 +158,36 @@ def test_reserved_rows_stay_until_they_are_released(tmp_path: Path) -> None:
     assert cached_rows(emb) == {3, 4, 5, 6, *range(20, 28)}
 
 
+def test_a_loop_that_pauses_does_not_keep_the_rows_of_others(tmp_path: Path) -> None:
+    emb = made(100, 12, storage="disk", path=tmp_path / "table")
+    cache = cache_of(emb)
+    paused = [cache.reserve(torch.tensor(rows)) for rows in ([1, 2], [2, 3])]
+    for first in range(10, 80, 3):
+        reservation = cache.reserve(torch.arange(first, first + 5))
+        assert None not in (*paused, reservation)
+        assert {1, 2, 3, *range(first, first + 5)} <= cached_rows(emb)
+        cache.release(reservation, None)
+    admit(emb, range(90, 99))
+    assert cached_rows(emb) == {1, 2, 3, *range(90, 99)}
+
+
+def test_an_interrupted_release_does_not_keep_rows_for_good(tmp_path: Path) -> None:
+    emb = made(100, 12, storage="disk", path=tmp_path / "table")
+    cache = cache_of(emb)
+    cache.release(cache.reserve(torch.arange(6)), None)
+
+    class Live(set[Any]):
+        def discard(self, _: Any) -> None:
+            raise KeyboardInterrupt
+
+    cache._live, live = Live(cache._live), cache._live
+    with pytest.raises(KeyboardInterrupt):
+        admit(emb, [20])
+    cache._live = live
+    admit(emb, range(30, 42))
+    assert cached_rows(emb) == {*range(30, 42)}
+
+
 def test_reservations_of_another_thread(tmp_path: Path) -> None:
     """One thread reserves and releases rows while the other reads and writes rows."""
     emb = made(200, 40, storage="disk", path=tmp_path / "table")

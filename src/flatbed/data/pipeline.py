@@ -114,6 +114,8 @@ class Pipeline:
         self.n_permits = 0
         """Batches that the loader threads have still to deliver."""
         self._threads: list[threading.Thread] = []
+        self.settings: Callable[[], None] | None = None
+        """Gives the threads the settings of torch that the loop has."""
         self._copies: torch.cuda.Stream | None = None
         """The stream of the loader threads; without threads, batches are copied in the current stream."""
         self._process = os.getpid()
@@ -210,7 +212,7 @@ class Pipeline:
 
     def start(self) -> None:
         """Start the threads."""
-        self.is_threaded, settings = True, thread_settings()
+        self.is_threaded, settings = True, self.settings or thread_settings()
         self._copies = stream_for(self.mover.device, "batches") if self.mover.on_gpu else None
         for one in zip(self._stages, self._queues, self._queues[1:], strict=False):
             thread = threading.Thread(target=self._run, args=(*one, settings), name=THREAD_NAME, daemon=True)
@@ -296,6 +298,7 @@ class PrefetchIterator(Iterator[Any]):
         mover = pipeline.mover
         self._rows = stream_for(mover.device, "rows") if mover.on_gpu and pipeline.depth else None
         self._in_rows: Any = nullcontext() if self._rows is None else torch.cuda.stream(self._rows)
+        self._streams: set[torch.cuda.Stream] = set()  # those of the loop so far: mostly one
         self._close = weakref.finalize(self, pipeline.close)
         _open.add(self)
         _close_at_exit()
@@ -306,11 +309,16 @@ class PrefetchIterator(Iterator[Any]):
         try:
             if pipeline.is_closed:
                 raise StopIteration
+            if pipeline.settings is None:
+                pipeline.settings = thread_settings()  # here, since streams set the current GPU
             if self._rows is not None:
                 stream = torch.cuda.current_stream(self._rows.device_index)
                 earlier_steps = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call,unused-ignore]
                 earlier_steps.record(stream)
                 self._rows.wait_event(earlier_steps)
+                self._streams.add(stream)
+                for other in self._streams if len(self._streams) > 1 else ():
+                    self._rows.wait_stream(other)
             if pipeline.in_use is not None:
                 pipeline.in_use.finish()
                 pipeline.in_use.moved = None  # after "rows" waits, where this memory may be used again
@@ -394,7 +402,8 @@ class PrefetchIterator(Iterator[Any]):
             for prefetch, request in taken.requests:
                 if rows is not None and taken.moved.arrived is not None:
                     rows.wait_event(taken.moved.arrived)
-                    for tensor in request.tensors:
+                for tensor in request.tensors if rows is not None else ():
+                    if taken.moved.arrived is not None or tensor.is_cuda:  # no memory of "rows"
                         moved[id(tensor)].record_stream(rows)  # type: ignore[arg-type,unused-ignore]
                 prefetch.admit(request, moved)
             if rows is not None and (taken.requests or taken.ready is None):

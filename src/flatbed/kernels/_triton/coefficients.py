@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -184,7 +185,7 @@ class Coefficients:
             lr = group["lr"]
             if isinstance(lr, Tensor) and lr.device.type != "cpu":
                 on_device.append((line, lr))
-                group = {**group, "lr": 0.0}
+                group = {**group, "lr": math.inf}  # unlike any number that may replace it
             found = [-1.0 if group["maximize"] else 1.0, *[0.0] * MAX_COEFFICIENTS]
             for column, name in enumerate(self.rule.hyperparameters, 1):
                 found[column] = float(
@@ -205,6 +206,7 @@ class Coefficients:
                 _upload(self._eager.grads, addresses)
                 self._addresses = addresses
             if values != self._hyperparameters:
+                self._hyperparameters = []
                 _upload(self._eager.hyperparameters, values)
                 self._hyperparameters = values
         if on_device:

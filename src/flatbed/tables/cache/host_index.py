@@ -81,6 +81,7 @@ class HostIndexCache:
         """True once the table has another cache."""
         self._live: set[Reservation] = set()
         self._reserved_at = np.zeros(n_slots, np.int64)  # tick of the last reservation of each slot
+        self._n_stale = 0  # slots, at most, of reservations that ended before an older one
         self._released: deque[tuple[Reservation, torch.cuda.Event | None]] = deque()
         self._last: torch.cuda.Event | None = None  # end of the last access
         self.location: RecordLocation | None = None
@@ -147,10 +148,13 @@ class HostIndexCache:
 
     def _end_released(self, stream: torch.cuda.Stream | None) -> None:
         while self._released:
-            reservation, after = self._released.popleft()
+            reservation, after = self._released[0]
             if stream is not None and after is not None:
                 stream.wait_event(after)
             self._live.discard(reservation)
+            if any(one.tick < reservation.tick for one in self._live):
+                self._n_stale += len(reservation.slots)
+            self._released.popleft()  # last: a reservation that stays live would keep all later ones
 
     def protects(self, batch: LookupBatch | None) -> bool:
         if batch is None or batch.cache is not self or batch.admission is None:
@@ -179,7 +183,12 @@ class HostIndexCache:
         # Slots are kept that were reserved since the oldest reservation that is live.
         oldest = min((one.tick for one in self._live), default=probed.tick)
         n_kept = len(probed.hits) + sum(len(one.slots) for one in self._live)
-        if n_kept + len(probed.missing) > self.n_slots:  # some may be counted twice
+        if n_kept + self._n_stale + len(probed.missing) > self.n_slots:  # some may be counted twice
+            if self._n_stale:
+                reserved_at = np.zeros_like(self._reserved_at)
+                for one in sorted(self._live, key=lambda one: one.tick):
+                    reserved_at[one.slots] = one.tick
+                self._reserved_at, self._n_stale = reserved_at, 0
             kept = self._reserved_at >= oldest
             kept[probed.hits] = True
             n_kept = int(kept.sum())
