@@ -170,8 +170,8 @@ class MovedBatch:
     nbytes: int = 0
     """The size of the tensors that were copied to a GPU."""
 
-    def record_stream(self, stream: torch.cuda.Stream | None) -> None:
-        """Keep the memory until this stream, None on a CPU, has used it."""
+    def record_stream(self, stream: torch.cuda.Stream) -> None:
+        """Keep the memory until this stream has used it."""
         for tensor in self.owners:
             tensor.record_stream(stream)  # type: ignore[arg-type,unused-ignore]
 

@@ -319,9 +319,10 @@ class PrefetchIterator(Iterator[Any]):
                 self._streams.add(stream)
                 for other in self._streams if len(self._streams) > 1 else ():
                     self._rows.wait_stream(other)
-            if pipeline.in_use is not None:
+            if (
+                pipeline.in_use is not None
+            ):  # after "rows" waits, where the memory of admissions is used again
                 pipeline.in_use.finish()
-                pipeline.in_use.moved = None  # after "rows" waits, where this memory may be used again
             if pipeline.ranks is not None:
                 pipeline.ranks.begin()
             with self._in_rows:
@@ -334,16 +335,15 @@ class PrefetchIterator(Iterator[Any]):
             assert pending.moved is not None
             if stream is not None:
                 stream.wait_event(pending.ready)
+                pending.moved.record_stream(stream)
             for prefetch, request in pending.requests:
                 prefetch.begin(request, stream)
             batch = pending.moved.batch
             if pending.moved.has_objects:
                 batch = map_leaves(pipeline.mover.move_object, batch)
+            pending.moved = None  # the loop alone holds the batch, which may be large
             if pipeline.is_threaded:
-                pending.moved.record_stream(stream)
                 pipeline.permit(earlier_steps)
-            if pipeline.is_threaded or self._rows is None:
-                pending.moved = None  # the loop alone holds the batch, which may be large
             if pipeline.sms is not None:
                 pipeline.sms.adjust()
             return batch
