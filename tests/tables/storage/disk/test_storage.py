@@ -382,6 +382,16 @@ def test_sealed_journal_is_removed_if_its_decision_was_not_made(tmp_path: Path) 
     assert sorted(files(tmp_path / "job")) == ["table"]
 
 
+def test_killed_first_save_into_a_folder_leaves_no_journal(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    storage = made(tmp_path)
+    storage.scatter_(torch.arange(5), random_records(5))
+    storage.prepare({"step": 1}, decision=tmp_path / "run" / "decision", token="mine")
+    storage.close()
+    assert DiskStorage.open(tmp_path / "table").meta == {"step": 0}
+    assert sorted(files(tmp_path)) == ["table"]
+
+
 def test_stale_journal_of_an_equal_generation_is_refused(tmp_path: Path) -> None:
     """The table was trained elsewhere for as many checkpoints, and copied back next to its old journal."""
     storage = made(tmp_path)
