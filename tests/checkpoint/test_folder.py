@@ -286,6 +286,9 @@ def test_checkpoint_of_the_first_version_loads(tmp_path: Path) -> None:
     about = {"token": manifest["token"], "version": "v0000001"}
     (run.folder / "CURRENT.json").write_text(json.dumps(about))
     run.assert_loads()
+    (run.folder / "CURRENT.json").write_text(json.dumps({**about, "prefious": ["v0000001"]}))
+    with pytest.raises(DamagedFileError, match="CURRENT.json"):
+        run.load()
 
 
 @pytest.mark.parametrize("is_pipe", [True, False])

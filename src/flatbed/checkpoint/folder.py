@@ -41,7 +41,8 @@ def read_current(folder: Path) -> tuple[str, list[str]]:
     found = read_json(file)
     with naming_damage(file):
         token, versions = found["token"], [found["version"], *found.get("previous", ())]
-        if not isinstance(token, str) or not all(map(VERSION.fullmatch, versions)):
+        is_known = found.keys() <= {"token", "version", "previous"}  # otherwise one bit may hide versions
+        if not is_known or not isinstance(token, str) or not all(map(VERSION.fullmatch, versions)):
             raise ValueError(f"found {found}")
     return token, versions
 

@@ -382,14 +382,20 @@ def test_sealed_journal_is_removed_if_its_decision_was_not_made(tmp_path: Path) 
     assert sorted(files(tmp_path / "job")) == ["table"]
 
 
-def test_killed_first_save_into_a_folder_leaves_no_journal(tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
+@pytest.mark.parametrize("is_emptied", [False, True])
+def test_first_save_into_a_folder_was_killed(is_emptied: bool, tmp_path: Path) -> None:
+    """Its journal is removed if the folder has its version, and kept if someone has emptied the folder."""
+    version = tmp_path / "run" / "v0000001-mine"
+    version.mkdir(parents=True)
     storage = made(tmp_path)
     storage.scatter_(torch.arange(5), random_records(5))
     storage.prepare({"step": 1}, decision=tmp_path / "run" / "decision", token="mine")
     storage.close()
-    assert DiskStorage.open(tmp_path / "table").meta == {"step": 0}
-    assert sorted(files(tmp_path)) == ["table"]
+    if is_emptied:
+        version.rmdir()
+    with pytest.warns(UserWarning, match="kept as") if is_emptied else nullcontext():
+        assert DiskStorage.open(tmp_path / "table").meta == {"step": 0}
+    assert sorted(files(tmp_path)) == ["table", *["table.journal.kept-1"] * is_emptied]
 
 
 def test_stale_journal_of_an_equal_generation_is_refused(tmp_path: Path) -> None:

@@ -76,9 +76,10 @@ class Decision:
     def outcome(self, table: Path) -> bool | None:
         """True if a file holds the token, False if the one next to the table holds the one before.
 
-        There was none before the first save into a folder, and is none after it was killed. None if it is not
-        known: the file next to the table is missing or another job's, or the table is a copy, and the
-        original's file says nothing of it. A file that cannot be read is an error.
+        There was none before the first save into a folder: if that save was killed, the folder has the
+        version that it was writing. None if it is not known: the file next to the table is missing or another
+        job's, or the table is a copy, and the original's file says nothing of it. A file that cannot be read
+        is an error.
         """
         beside = Path(os.path.normpath(table.parent / self.relative))
         places = [place for place in (beside, Path(self.path)) if place.parent.is_dir()]
@@ -92,9 +93,10 @@ class Decision:
             found = _token_in(place)
             if found == self.token:
                 return True
-            is_known = found is not None or str(place) == self.path
-            if place == beside and is_known and found == self.before:
-                return False
+            if place == beside and found == self.before:
+                versions = (one.name for one in place.parent.iterdir() if one.is_dir())
+                if found is not None or any(name.endswith(self.token[:8]) for name in versions):
+                    return False
         return None
 
 
