@@ -287,7 +287,7 @@ def test_checkpoint_of_the_first_version_loads(tmp_path: Path) -> None:
     (run.folder / "CURRENT.json").write_text(json.dumps(about))
     run.assert_loads()
     (run.folder / "CURRENT.json").write_text(json.dumps({**about, "prefious": ["v0000001"]}))
-    with pytest.raises(DamagedFileError, match="CURRENT.json"):
+    with pytest.raises(DamagedFileError, match=r"CURRENT\.json"):
         run.load()
 
 
