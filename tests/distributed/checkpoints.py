@@ -139,6 +139,12 @@ def state_is_made_without_a_step(_: Path) -> None:
         other = kind(model, lr=0.5, master_weights=True, ema_decay=0.9)
         set_optimizer_state_dict(model, other, get_optimizer_state_dict(model, optimizer))
         assert other.param_groups[0]["lr"] == 0.1
+    with torch.device("meta"):
+        model = sharded(Model())
+    optimizer = flatbed.optim.AdamW(model)  # before there are values
+    model.to_empty(device="cpu")
+    state = get_optimizer_state_dict(model, optimizer)["state"]
+    assert float(state["one"]["step"]) == 0
 
 
 class TableModel(nn.Module):

@@ -80,7 +80,7 @@ def assert_next_optimizer_works(mesh: DeviceMesh) -> None:
 
 
 def whole_parameters_on_one_rank(_: Path) -> None:
-    """It has no reason to wait for others, which have shards or a part of the state."""
+    """It has no reason to wait for others, which have shards, a part of the state, or a common norm."""
     mesh = new_mesh()
 
     def build_shards() -> Any:
@@ -89,7 +89,12 @@ def whole_parameters_on_one_rank(_: Path) -> None:
     def build_sharded_state() -> Any:
         return AdamW(whole(), shard_state=not is_odd())
 
-    for build in (build_shards, build_sharded_state):
+    group = new_group()
+
+    def build_stage() -> Any:
+        return AdamW(whole(), max_norm=1.0, norm_group=None if is_odd() else group)
+
+    for build in (build_shards, build_sharded_state, build_stage):
         found = message_of(lambda build=build: train_for_ever(build()))
         assert "rank 1 did not build it" in found
         assert "AdamW of 1 whole parameters" in found

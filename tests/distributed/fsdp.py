@@ -253,6 +253,22 @@ def norms_are_those_of_whole_gradients(_: Path) -> None:
         assert all(map(torch.equal, *runs)), layout.__name__
 
 
+def norms_of_large_shards(_: Path) -> None:
+    """The sum of a million squares in fp32 would be off by 1e-5."""
+    sizes = (3 << 20, 1 << 20)
+    model = nn.ParameterList(nn.Parameter(torch.zeros(n)) for n in sizes)
+    plain = set(model[1:])
+    fully_shard(model, mesh=world_mesh(), ignored_params=plain)
+    optimizer = flatbed.optim.SGD(model, lr=0.0, max_norm=1.0)
+    for p in model:
+        p.grad = torch.full_like(p, 0.1)
+    optimizer.step()
+    expected = torch.tensor(0.1).double() * sum(sizes) ** 0.5
+    assert optimizer.grad_norm is not None
+    assert abs(optimizer.grad_norm.double() - expected) <= 1e-6 * expected, optimizer.grad_norm
+    assert_equal_on_all_ranks(optimizer.grad_norm)
+
+
 def collectives_are_for_norms_only(_: Path) -> None:
     for options, expected in (({}, 0), ({"max_norm": 1.0}, 1), ({"skip_nonfinite": True}, 1)):
         model = sharded(Model())
@@ -449,6 +465,7 @@ def bad_input(_: Path) -> None:
     assert_raises(lambda: setattr(optimizer, "max_norm", 1.0), "build the optimizer with")
     plain, world = [nn.Parameter(torch.zeros(2 + rank))], dist.group.WORLD
     assert_raises(lambda: kind(plain, norm_group=world, max_norm=None if odd else 1.0), "rank 1 has None")
+    assert_raises(lambda: kind(params, norm_group=None if odd else world), "norm_group", "rank 1 has None")
     params[0].grad = torch.zeros_like(full(params[0]))  # type: ignore[assignment]
     assert_raises(optimizer.step, "both must be DTensors")
     params[0].grad = None
@@ -460,7 +477,8 @@ def bad_input(_: Path) -> None:
 
 SCENARIOS = [
     *(every_optimizer_is_that_of_plain_shards, steps_are_torchs, norms_are_those_of_whole_gradients),
-    *(collectives_are_for_norms_only, pipeline_stages, averages, overflow_on_one_rank, overflow_on_one_mesh),
+    *(norms_of_large_shards, collectives_are_for_norms_only, pipeline_stages, averages),
+    *(overflow_on_one_rank, overflow_on_one_mesh),
     *(other_ways_to_train, sums_that_are_not_reduced, parameters_replaced_by_a_framework, bad_input),
 ]
 

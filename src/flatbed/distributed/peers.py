@@ -86,7 +86,12 @@ class Peers:
     def agree_in(self, group: Any, options: dict[str, Any]) -> None:
         """Raise on all ranks of a process group if options differ between them."""
         own = [(name, repr(value)) for name, value in options.items()]
-        self._meet(dist.get_process_group_ranks(group), own, None)
+        ranks = dist.get_process_group_ranks(group)
+        try:
+            self._meet(ranks, own, None)
+        except ExchangeError as error:
+            self._tell(error, ranks)
+            raise
 
     def _meet(self, ranks: Sequence[int], own: list[tuple[str, str]], failure: str | None) -> None:
         def give_up(waited: float, absent: Callable[[], list[int]]) -> str | None:

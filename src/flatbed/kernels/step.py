@@ -302,6 +302,7 @@ class TorchStepper:
         self._grads: Grads = []
         self._norm: Tensor | None = None
         self._norm_classes = sorted({slot.norm_class for slot in slots})
+        self._has_shards = any(slot.sharding is not None and slot.own_rows is None for slot in slots)
         self.whole_grads: Grads | None = None
         """The gradients that the norm measures, if slots are parts of whole parameters."""
         self._buckets = self._build()
@@ -347,6 +348,8 @@ class TorchStepper:
             norms = [torch.zeros((), device=self.device)] if not grads else []
             for dtype, held in grads.items():
                 wide = torch.promote_types(dtype, torch.float32)  # not rounded to the gradients' dtype
+                if self._has_shards:  # torch's norm of many elements is off by 1e-4 in fp32
+                    wide = torch.float64
                 norms += torch._foreach_norm(held, 2.0, dtype=wide)
             # That of all gradients, unless there are several classes.
             self._norm = torch.linalg.vector_norm(torch.stack(norms))

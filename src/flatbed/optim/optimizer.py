@@ -92,6 +92,9 @@ class Optimizer(torch.optim.Optimizer):
         has_shards_or_tables = any(is_dtensor(p) or isinstance(p, Table) for _, p, _ in params)
         if not (eager or self._state_sharding or has_shards_or_tables):
             return
+        for _, p, _ in params:
+            if p.is_meta and p.requires_grad and is_dtensor(p):  # made once there are values
+                self.state.setdefault(p, {})
         lacking = {
             id(p)
             for _, p, number in params

@@ -71,6 +71,8 @@ def describe_for_ranks(optimizer: Optimizer) -> list[Described]:
     groups, options = optimizer.param_groups, optimizer._options
     found = [Described("the class of the optimizer", type(optimizer).__name__)]
     found += [Described(name, repr(value)) for name, value in asdict(options).items()]
+    others = optimizer._norm_group  # not the same one on the ranks of a pipeline stage
+    found.append(Described("norm_group", "None" if others is None else f"{others.size()} ranks"))
     for number, group in enumerate(groups):
         for name, value in group.items():
             on_gpu = isinstance(value, Tensor) and value.device.type != "cpu"  # reading it would wait
