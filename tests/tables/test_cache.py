@@ -158,6 +158,22 @@ def test_reserved_rows_stay_until_they_are_released(tmp_path: Path) -> None:
     assert cached_rows(emb) == {3, 4, 5, 6, *range(20, 28)}
 
 
+def test_an_old_reservation_keeps_its_own_rows_alone(tmp_path: Path) -> None:
+    """A loop over other batches of the table, of which one is taken now and then."""
+    emb = made(100, 12, storage="disk", path=tmp_path / "table")
+    cache = cache_of(emb)
+    kept = [cache.reserve(torch.tensor(rows)) for rows in ([1, 2], [2, 3])]
+    for number in range(10):
+        rows = torch.arange(20 + 6 * number, 27 + 6 * number)
+        reservation = cache.reserve(rows)
+        assert reservation is not None
+        assert {1, 2, 3, *rows.tolist()} <= cached_rows(emb)
+        cache.release(reservation, None)
+    cache.release(kept[0], None)
+    assert cache.reserve(torch.arange(10, 20)) is not None
+    assert cached_rows(emb) == {2, 3, *range(10, 20)}
+
+
 def test_reservations_of_another_thread(tmp_path: Path) -> None:
     """One thread reserves and releases rows while the other reads and writes rows."""
     emb = made(200, 40, storage="disk", path=tmp_path / "table")

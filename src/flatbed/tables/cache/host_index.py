@@ -151,6 +151,10 @@ class HostIndexCache:
             if stream is not None and after is not None:
                 stream.wait_event(after)
             self._live.discard(reservation)
+            if any(one.tick < reservation.tick for one in self._live):  # which would keep these slots, too
+                self._reserved_at[reservation.slots] = 0
+                for one in sorted(self._live, key=lambda one: one.tick):
+                    self._reserved_at[one.slots] = one.tick
 
     def protects(self, batch: LookupBatch | None) -> bool:
         if batch is None or batch.cache is not self or batch.admission is None:
