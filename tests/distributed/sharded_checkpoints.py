@@ -361,8 +361,14 @@ def a_rank_that_writes_other_bytes_or_elsewhere(folder: Path) -> None:
         flatbed.load_checkpoint(place / "run", emb)
     if world > 1:
         (place / f"{rank}").mkdir()
-        with pytest.raises(flatbed.FlatbedError, match=r"rank \d does not find.*all ranks see"):
-            emb.table.save(place / f"{rank}" / "items.safetensors")
+        on_disk = flatbed.Embedding(ROWS, DIM, shard="row", storage="disk", path=place / "items.bed")
+        for save in (
+            lambda: emb.table.save(place / f"{rank}" / "items.safetensors"),
+            lambda: flatbed.save_checkpoint(place / f"{rank}" / "run", on_disk),  # its decision is there
+        ):
+            with pytest.raises(flatbed.FlatbedError, match=r"rank \d does not find.*all ranks see"):
+                save()
+        on_disk.table.close(discard=True)
 
 
 # ---- memory

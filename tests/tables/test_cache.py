@@ -169,6 +169,9 @@ def test_a_loop_that_pauses_does_not_keep_the_rows_of_others(tmp_path: Path) -> 
         cache.release(reservation, None)
     admit(emb, range(90, 99))
     assert cached_rows(emb) == {1, 2, 3, *range(90, 99)}
+    cache.release(paused[0], None)
+    assert cache.reserve(torch.arange(10, 20)) is not None
+    assert cached_rows(emb) == {2, 3, *range(10, 20)}
 
 
 def test_an_interrupted_release_does_not_keep_rows_for_good(tmp_path: Path) -> None:

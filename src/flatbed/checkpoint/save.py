@@ -23,7 +23,7 @@ from flatbed.checkpoint import folder as folders
 from flatbed.checkpoint.folder import CURRENT, OPTIMIZERS
 from flatbed.checkpoint.state import Packer, dense_state, plain_state, rng_state, shapes_of
 from flatbed.distributed.dense_shards import Sharding, whole
-from flatbed.distributed.ranks import Lockstep, communicating, world_size
+from flatbed.distributed.ranks import Lockstep, communicating, rank, world_size
 from flatbed.errors import FlatbedError
 from flatbed.progress import progress
 from flatbed.tables import saving
@@ -131,6 +131,11 @@ def save_checkpoint(
                 lockstep.undo = partial(_undo, version, token)
             lockstep.meet()
             version = folder / lockstep.of_first(version.name if lockstep.first else "")
+            if in_place and not version.is_dir():  # CURRENT.json decides for their files on all ranks
+                raise FlatbedError(
+                    f"rank {rank()} does not find {version}, which the first rank has made: save to a folder "
+                    "that all ranks see"
+                )
             Version(version, training, lockstep, manifest).write(in_place, random)
             for name in in_place:
                 store = training.tables[name]._store

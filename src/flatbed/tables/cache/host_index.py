@@ -81,7 +81,6 @@ class HostIndexCache:
         """True once the table has another cache."""
         self._live: set[Reservation] = set()
         self._reserved_at = np.zeros(n_slots, np.int64)  # tick of the last reservation of each slot
-        self._n_stale = 0  # slots, at most, of reservations that ended before an older one
         self._released: deque[tuple[Reservation, torch.cuda.Event | None]] = deque()
         self._last: torch.cuda.Event | None = None  # end of the last access
         self.location: RecordLocation | None = None
@@ -152,8 +151,11 @@ class HostIndexCache:
             if stream is not None and after is not None:
                 stream.wait_event(after)
             self._live.discard(reservation)
-            if any(one.tick < reservation.tick for one in self._live):
-                self._n_stale += len(reservation.slots)
+            if any(one.tick < reservation.tick for one in self._live):  # which would keep these slots, too
+                reserved_at = np.zeros_like(self._reserved_at)
+                for one in sorted(self._live, key=lambda one: one.tick):
+                    reserved_at[one.slots] = one.tick
+                self._reserved_at = reserved_at
             self._released.popleft()  # last: a reservation that stays live would keep all later ones
 
     def protects(self, batch: LookupBatch | None) -> bool:
@@ -183,12 +185,7 @@ class HostIndexCache:
         # Slots are kept that were reserved since the oldest reservation that is live.
         oldest = min((one.tick for one in self._live), default=probed.tick)
         n_kept = len(probed.hits) + sum(len(one.slots) for one in self._live)
-        if n_kept + self._n_stale + len(probed.missing) > self.n_slots:  # some may be counted twice
-            if self._n_stale:
-                reserved_at = np.zeros_like(self._reserved_at)
-                for one in sorted(self._live, key=lambda one: one.tick):
-                    reserved_at[one.slots] = one.tick
-                self._reserved_at, self._n_stale = reserved_at, 0
+        if n_kept + len(probed.missing) > self.n_slots:  # some may be counted twice
             kept = self._reserved_at >= oldest
             kept[probed.hits] = True
             n_kept = int(kept.sum())
