@@ -95,9 +95,10 @@ def run(folder: Path, n_steps: int, device: str) -> None:
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     model = TwoTowers(device)
     optimizer = flatbed.optim.Adam(model, lr=0.01, max_norm=1.0)
-    first = 0
-    if folder.exists():
+    try:
         first = flatbed.load_checkpoint(folder, model, optimizer)["step"]
+    except FileNotFoundError:  # no checkpoint yet
+        first = 0
     before = recall(model, rank, world)
     train(model, optimizer, range(first, n_steps), rank=rank, world=world)
     after = recall(model, rank, world)

@@ -237,8 +237,14 @@ def with_sgd(model: Model) -> Any:
     return flatbed.optim.SGD(model, lr=0.1, momentum=0.9)
 
 
+def with_another_size(model: Model) -> Any:
+    model.second = Embedding(41, 4)
+    return flatbed.optim.Adam(model)
+
+
 OTHERS: dict[str, Any] = {
-    "rows": (lambda m: setattr(m, "second", Embedding(41, 4)), "40 × 4.*41 × 4"),
+    "rows": (lambda m: setattr(m, "second", Embedding(41, 4)), "40 × 4.*41 × 4.*num_embeddings=40.*resize"),
+    "rows with state": (with_another_size, "40 × 4.*41 × 4.*num_embeddings=40.*resize"),
     "state": (with_sgd, "exp_avg.*SGD keeps momentum_buffer"),
     "groups": (lambda m: torch.optim.Adam([{"params": [p]} for p in m.norm.parameters()]), "shapes"),
     "order": (lambda m: torch.optim.Adam([m.norm.weight, m.norm.bias, m.one.weight, m.frozen]), "shapes"),
@@ -256,10 +262,62 @@ def test_another_model(make: Any, words: str, tmp_path: Path) -> None:
 def test_disk_table_with_a_later_checkpoint_raises(tmp_path: Path) -> None:
     run = Saved(tmp_path)
     run.model.second.table.checkpoint()
-    run.assert_refuses(r"1\.bed.*later checkpoint.*copy_disk_tables")
+    run.assert_refuses(rf"1\.bed.*when .*{run.version.name} was saved.*later checkpoint.*copy_disk_tables")
     save_checkpoint(tmp_path / "other", run.model, run.optimizer)
     load_checkpoint(tmp_path / "other", run.model, run.optimizer)
     run.assert_refuses("in another folder")
+
+
+def test_a_folder_that_loses_its_disk_table_is_named_before_it_does(tmp_path: Path) -> None:
+    last, best = tmp_path / "last", tmp_path / "best"
+    run = Saved(tmp_path)
+    save_checkpoint(last, run.model, run.optimizer, copy_disk_tables=True)  # the file stays that of `saved`
+    run.assert_loads()
+    lost = rf"1\.bed \(table second\.weight\) .*{run.folder}.* {last}: copy_disk_tables=True"
+    with pytest.raises(UserWarning, match=lost):  # an error in tests: nothing was saved, and both load
+        save_checkpoint(last, run.model, run.optimizer)
+    run.assert_loads()
+    with pytest.warns(UserWarning, match=lost) as caught:
+        save_checkpoint(last, run.model, run.optimizer)
+    assert [warning.filename for warning in caught] == [__file__]
+    save_checkpoint(last, run.model, run.optimizer)  # its own folder
+    close(run.model)
+
+    shutil.copytree(tmp_path, copied := tmp_path.with_name("copied"))
+    run.model, run.optimizer = build(copied)  # knows from its file alone what is saved where
+    save_checkpoint(copied / "last", run.model, run.optimizer)
+    save_checkpoint(best, run.model, run.optimizer, copy_disk_tables=True)
+    with pytest.warns(UserWarning, match=rf"{copied / 'last'}.* {best}/v.*another path") as caught:
+        load_checkpoint(best, run.model, run.optimizer)
+    assert [warning.filename for warning in caught] == [__file__]
+    save_checkpoint(best, run.model, run.optimizer)  # no folder has lost anything since
+    load_checkpoint(best, run.model, run.optimizer)
+    shutil.rmtree(best)
+    save_checkpoint(last, run.model, run.optimizer)
+
+
+def test_versions_whose_disk_table_would_be_lost_are_not_kept(tmp_path: Path) -> None:
+    run = Saved(tmp_path)
+    with pytest.raises(ValueError, match=r"keep=2.*1\.bed.*second\.weight.*copy_disk_tables=True"):
+        save_checkpoint(run.folder, run.model, run.optimizer, keep=2)
+    run.assert_loads()
+    for _ in range(2):
+        save_checkpoint(run.folder, run.model, run.optimizer, keep=2, copy_disk_tables=True)
+        run.step(2)
+    first, _ = sorted(run.folder.glob("v*"))
+    load_checkpoint(first, run.model, run.optimizer)
+    assert difference(run.snapshot(), run.saved) is None
+
+
+def test_disk_table_whose_file_is_missing_raises(tmp_path: Path) -> None:
+    run = Saved(tmp_path)
+    close(run.model)
+    (tmp_path / "1.bed").unlink()
+    run.model, run.optimizer = build(tmp_path)
+    with pytest.raises(
+        FlatbedError, match=rf"1\.bed is missing.*{run.version.name} was saved.*a copy of the file"
+    ):
+        run.load()
 
 
 def test_disk_table_whose_file_was_renamed_raises(tmp_path: Path) -> None:
@@ -293,8 +351,12 @@ def test_disk_table_in_place_does_not_load_into_memory(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "saved", model, optimizer)
     with pytest.raises(FlatbedError, match=r'second.*storage="disk"'):
         load_checkpoint(tmp_path / "saved", *build(tmp_path / "b", ("host", "host")))
-    with pytest.raises(FlatbedError, match="another file"):
+    with pytest.raises(FlatbedError, match=r"b/1\.bed is missing.*in .*a/1\.bed when"):
         load_checkpoint(tmp_path / "saved", *build(tmp_path / "b"))
+    other, its = build(tmp_path / "b")
+    step(other, its, 1)
+    with pytest.raises(FlatbedError, match=r"b/1\.bed .*another file"):
+        load_checkpoint(tmp_path / "saved", other, its)
     save_checkpoint(tmp_path / "saved", model, optimizer, copy_disk_tables=True)
     for storages in PAIRS:
         other, its = build(tmp_path / "-".join(storages), storages)

@@ -445,3 +445,23 @@ def test_keep_leaves_the_last_versions(tmp_path: Path) -> None:
     for wrong in (0, -1, 1.0, True, None):
         with pytest.raises(ValueError, match="keep must be at least 1"):
             save_checkpoint(tmp_path, model, keep=wrong)  # type: ignore[arg-type]
+
+
+def test_a_folder_without_a_checkpoint_is_told_from_a_damaged_one(tmp_path: Path) -> None:
+    model = constant(1.0)
+    optimizer = flatbed.optim.Adam(model)
+    for folder in (tmp_path, tmp_path / "missing"):
+        with pytest.raises(FileNotFoundError, match="holds no checkpoint") as caught:
+            load_checkpoint(folder, model)
+        assert isinstance(caught.value, FlatbedError)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    save_checkpoint(tmp_path, model, optimizer, scheduler=scheduler, rng=True)
+    for file in (*current(tmp_path).iterdir(), current(tmp_path)):
+        if file.name == ".flatbed":
+            continue
+        file.rename(hidden := tmp_path / "hidden")
+        with pytest.raises(FlatbedError) as caught:
+            load_checkpoint(tmp_path, model, optimizer, scheduler=scheduler, rng=True)
+        assert not isinstance(caught.value, FileNotFoundError), file
+        hidden.rename(file)
+    load_checkpoint(tmp_path, model, optimizer, scheduler=scheduler, rng=True)

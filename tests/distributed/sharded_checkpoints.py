@@ -237,9 +237,19 @@ def disk_tables_stay_in_their_files(folder: Path) -> None:
     flatbed.load_checkpoint(place / "run", model, optimizers)
     assert difference(contents(model), saved) is None
     assert (place / name).stat().st_size == size
+    with pytest.raises(FileNotFoundError, match="holds no checkpoint"):  # on all ranks
+        flatbed.load_checkpoint(place / "none", model, optimizers)
+    with pytest.raises(ValueError, match=r"keep=2.*copy_disk_tables"):
+        flatbed.save_checkpoint(place / "run", model, optimizers, keep=2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        flatbed.save_checkpoint(place / "other", model, optimizers)
+    lost = [str(w.message) for w in caught if "copy_disk_tables=True keeps both" in str(w.message)]
+    assert len(lost) == (rank == 0), lost
+    flatbed.save_checkpoint(place / "run", model, optimizers)
     if world > 1:
         elsewhere = Towers(folder, 10 * world)
-        with pytest.raises(flatbed.FlatbedError, match=r"own file|another file"):
+        with pytest.raises(flatbed.FlatbedError, match=r"own file|is missing"):
             flatbed.load_checkpoint(place / "run", elsewhere)
     refuse_another_number(folder)
 

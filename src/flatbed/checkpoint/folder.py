@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shutil
+import warnings
 import zlib
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -19,6 +20,7 @@ from typing import Any
 
 from flatbed.errors import DamagedFileError, FlatbedError
 from flatbed.tables.files import lock, open_regular, read_small, sync_folder, write_text
+from flatbed.tables.table import Table
 from flatbed.tables.tensor_file import check_tensors, naming_damage
 
 FORMAT, FORMAT_VERSION = "flatbed-checkpoint", 1
@@ -33,11 +35,20 @@ FILE = re.compile(r"(model|state|optimizer-\d+|table-\d+)\.safetensors|optimizer
 JSON_LIMIT = 1 << 28  # bytes
 
 
+class NoCheckpointError(FlatbedError, FileNotFoundError):
+    """A folder has no checkpoint: a run that may be resumed begins."""
+
+
+def no_checkpoint(folder: Path) -> NoCheckpointError:
+    """Return the error of a folder without a checkpoint."""
+    return NoCheckpointError(f"{folder} holds no checkpoint (there is no {CURRENT} in it): check the path")
+
+
 def read_current(folder: Path) -> tuple[str, list[str]]:
     """Return the token of a folder's valid version, and the versions that are kept, the valid one first."""
     file = folder / CURRENT
     if not os.path.lexists(file):
-        raise FlatbedError(f"{folder} holds no checkpoint (there is no {CURRENT} in it): check the path")
+        raise no_checkpoint(folder)
     found = read_json(file)
     with naming_damage(file):
         token, versions = found["token"], [found["version"], *found.get("previous", ())]
@@ -50,6 +61,23 @@ def read_current(folder: Path) -> tuple[str, list[str]]:
 def kept_versions(folder: Path) -> list[str]:
     """Return the versions that are kept, the valid one first; none in a new folder."""
     return read_current(folder)[1] if (folder / CURRENT).exists() else []
+
+
+def warn_of_loss(table: Table, name: str, after: str, *, folder: Path | None = None) -> None:
+    """Warn if a disk table holds the rows of a folder's valid version, and is about to change.
+
+    `after` says what changes it, and how to keep both; a save to that `folder` itself replaces the version.
+    """
+    holds = table._store.folder_of_checkpoint()
+    if holds is None or (folder is not None and os.path.realpath(holds[0]) == os.path.realpath(folder)):
+        return
+    with suppress(FlatbedError, OSError):
+        if read_current(holds[0])[0] == holds[1]:
+            warnings.warn(
+                f"{table._store.config.path} (table {name}) has the rows of the checkpoint in {holds[0]}, "
+                f"which cannot be loaded any more after {after}",
+                stacklevel=3,
+            )
 
 
 # ---- versions

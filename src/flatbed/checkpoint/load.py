@@ -16,12 +16,22 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from flatbed.checkpoint.folder import OPTIMIZERS, check_files, read_json, reading
+from flatbed.checkpoint.folder import (
+    OPTIMIZERS,
+    NoCheckpointError,
+    check_files,
+    no_checkpoint,
+    read_json,
+    reading,
+    warn_of_loss,
+)
 from flatbed.checkpoint.save import Training
 from flatbed.checkpoint.state import (
+    NO_OPTIONS,
     check_same,
     dense_state,
     load_plain_state,
+    options_of,
     plain_state,
     rng_state,
     set_rng_state,
@@ -83,20 +93,24 @@ def load_checkpoint(
         path, manifest = _enter_version(folder, lockstep, undo)
         check_files(path, manifest, rank(), world_size())
         of_model = _model_part(path, manifest, training)
+        _check_names(path, "tables", manifest["tables"], training.tables)
+        replace_rows = {
+            f"table {name}": _begin_table(path, name, training, manifest=manifest, undo=undo)
+            for name in training.tables
+        }
         parts = [
             *_optimizer_parts(path, manifest, training.optimizers),
             of_model,
             *_other_parts(path, manifest, training),
             *([_random_part(path, manifest)] if rng else []),
         ]
-        _check_names(path, "tables", manifest["tables"], training.tables)
-        replace_rows = {
-            f"table {name}": _begin_table(path, name, training, manifest=manifest, undo=undo)
-            for name in training.tables
-        }
         for part in parts:
             if part.warning:
                 warnings.warn(part.warning, stacklevel=2)
+        for name, table in training.tables.items() if lockstep.first else ():
+            if manifest["tables"][name] is not None:
+                after = f"loading {path}: load it into tables with another path to keep both"
+                warn_of_loss(table, name, after)
         lockstep.meet()
         begun: list[tuple[Table, tuple[int, int]]] = []  # with their generations before
         before = [(part, _copied(part.read(), to_host=part.is_large)) for part in parts]
@@ -123,10 +137,13 @@ def _enter_version(folder: Path, lockstep: Lockstep, undo: ExitStack) -> tuple[P
     """Return the version to read and its manifest, the same on all ranks, and keep it until `undo` closes."""
     name = ""
     if lockstep.first:
-        path, manifest = undo.enter_context(reading(folder))
-        name = path.name
+        with suppress(NoCheckpointError):  # all ranks raise it
+            path, manifest = undo.enter_context(reading(folder))
+            name = path.name
     lockstep.meet()
     name = lockstep.of_first(name)
+    if not name:
+        raise no_checkpoint(folder)
     if not lockstep.first:
         is_version = folder.name == name  # also the first rank was given one
         path, manifest = undo.enter_context(reading(folder if is_version else folder / name))
@@ -242,11 +259,16 @@ def _optimizer_parts(
             state = unpack(about["state"], tensors)
             check_same(optimizer, state, about["shapes"], where=f"{path} (optimizer {number})")
             state, saved = shard_state(optimizer, state), about.get("class", given)
+            options, ours = unpack(about.get("options", {}), tensors), {**NO_OPTIONS, **options_of(optimizer)}
+            differing = [name for name in ours if options.get(name, ours[name]) != ours[name]]
+        if differing:
+            saved += f"({', '.join(f'{name}={options[name]}' for name in differing)})"
+            given += f"({', '.join(f'{name}={ours[name]}' for name in differing)})"
         warning = (
             f"{path} holds the state of {saved}, and {given} goes on with it: build {saved}, or ignore this"
         )
         yield Part(
-            f"optimizer {number} ({given})",
+            f"optimizer {number} ({type(optimizer).__name__})",
             state,
             read=partial(plain_state, optimizer),
             load=partial(load_plain_state, optimizer),
@@ -304,16 +326,22 @@ def _begin_table(
         saving.check_fit(table, found, with_state=with_state)
         return saving.begin_read(table, found, undo=undo, with_state=with_state)
     config, n_ranks = table._store.config, manifest["shards"].get(name, 1)
+    own_path = manifest["paths"].get(name, "PATH")
     if table.storage != "disk" or config.n_shards != n_ranks:
         raise FlatbedError(
-            f"the rows of {name} are not in {path}, but in the table's own file, "
-            f"{manifest['paths'].get(name, 'PATH')}, on {n_ranks} ranks: build it there with "
-            'storage="disk", on as many ranks, or save with copy_disk_tables=True'
+            f"the rows of {name} are not in {path}, but in the table's own file, {own_path}, on {n_ranks} "
+            'ranks: build it there with storage="disk", on as many ranks, or save with copy_disk_tables=True'
         )
     state = table._store.state_at(token)
+    if state is None and table._store.phase == "unallocated":
+        raise FlatbedError(
+            f"{config.path} is missing. The rows of table {name} were in {own_path} when {path} was saved: "
+            "build the table there, put a copy of the file from then in its place, or save with "
+            "copy_disk_tables=True from now on"
+        )
     if state is None:
         raise FlatbedError(
-            f"{config.path} (table {name}) is not as it was when {path.parent} was saved: "
+            f"{config.path} (table {name}) is not as it was when {path} was saved: "
             "it is another file, or had a later checkpoint (table.checkpoint(), table.close(), resize, or a "
             "checkpoint in another folder). Load the folder that was saved last, put a copy of the file from "
             "then in its place, or save with copy_disk_tables=True from now on"

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from flatbed.checkpoint import folder as folders
 from flatbed.checkpoint.folder import CURRENT, OPTIMIZERS
-from flatbed.checkpoint.state import Packer, dense_state, plain_state, rng_state, shapes_of
+from flatbed.checkpoint.state import Packer, dense_state, options_of, plain_state, rng_state, shapes_of
 from flatbed.distributed.dense_shards import Sharding, whole
 from flatbed.distributed.ranks import Lockstep, communicating, rank, world_size
 from flatbed.errors import FlatbedError
@@ -99,7 +99,8 @@ def save_checkpoint(
     generators of torch, Python and numpy. `extra` is a dict that JSON does not change (the epoch, say). The
     last `keep` versions stay in the folder. A table on disk keeps its rows in its own file, which then holds
     the checkpoint of this folder and no older one; ``copy_disk_tables=True`` writes them to the folder, like
-    those of other tables. Saves of several processes to one folder wait for each other. With
+    those of other tables. Without it, `keep` must be 1, and a warning names another folder that can no longer
+    be loaded. Saves of several processes to one folder wait for each other. With
     torch.distributed, all ranks call this, with a folder that all of them see. The first one writes, except
     for tables with ``shard="row"``: all ranks write those together, in files that any number of ranks loads.
 
@@ -121,6 +122,12 @@ def save_checkpoint(
         manifest = {"format": folders.FORMAT, "version": folders.FORMAT_VERSION}
         manifest |= {"extra": _checked_extra(extra), "files": {}}
         in_place = _tables_in_place(training, copy_disk_tables)
+        if keep > 1 and in_place:
+            path = training.tables[in_place[0]]._store.config.path
+            raise ValueError(
+                f"keep={keep} would keep versions that cannot be loaded: {path} (table {in_place[0]}) has "
+                "the rows of the last one alone. Pass copy_disk_tables=True, too, or leave keep out"
+            )
         lockstep.meet()
         random = _rng_of_all_ranks() if rng else []
         token = manifest["token"] = lockstep.of_first(secrets.token_hex(16))
@@ -140,6 +147,9 @@ def save_checkpoint(
             for name in in_place:
                 store = training.tables[name]._store
                 held.callback(store.disk_storage().release)
+                if lockstep.first:
+                    after = f"saving to {folder}: copy_disk_tables=True keeps both"
+                    folders.warn_of_loss(training.tables[name], name, after, folder=folder)
                 store.prepare_checkpoint(decision=folder / CURRENT, token=token)
             lockstep.meet()
             kept = _write_current(version, token, keep=keep) if lockstep.first else []
@@ -188,7 +198,9 @@ def _checked_extra(extra: Mapping[str, Any] | None) -> dict[str, Any]:
         given = dict(extra or {})
         read = json.loads(json.dumps(given))
     except (TypeError, ValueError, RecursionError) as error:
-        raise TypeError(f"extra must be a dict that JSON can hold: {error}") from error
+        raise TypeError(
+            f"extra must be a dict that JSON can hold: {error}. Tensors and arrays have .item() and .tolist()"
+        ) from error
     for key, value in given.items():
         if key not in read or read[key] != value:  # nan differs from itself
             raise TypeError(
@@ -232,6 +244,7 @@ class Version:
         for number, optimizer in enumerate(self.training.optimizers):
             packer, name = Packer(), f"optimizer-{number}"
             about = {"class": type(optimizer).__name__, "shapes": shapes_of(optimizer)}
+            about["options"] = packer.pack(options_of(optimizer), name)
             optimizers.append({**about, "state": packer.pack(plain_state(optimizer), name)})
             self._write_tensors(f"{name}.safetensors", packer)
         if self.lockstep.first:

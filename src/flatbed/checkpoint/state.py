@@ -9,6 +9,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from torch.optim import Optimizer
 
 from flatbed.distributed.dense_shards import Sharding, is_dtensor, local_of
 from flatbed.errors import FlatbedError
+from flatbed.kernels.step import StepOptions
 from flatbed.optim.optimizer import Optimizer as FlatbedOptimizer
 from flatbed.tables.embedding import DenseStateDict
 from flatbed.tables.tensor_file import RESERVED
@@ -155,6 +157,14 @@ def load_plain_state(optimizer: Optimizer, state: dict[str, Any]) -> None:
         optimizer._load_state_dict_without_tables(state)
     else:
         optimizer.load_state_dict(state)
+
+
+NO_OPTIONS = asdict(StepOptions())  # the defaults, which are what an optimizer of torch does
+
+
+def options_of(optimizer: Optimizer) -> dict[str, Any]:
+    """Return the options that flatbed's optimizers have beyond torch's; none of an optimizer of torch."""
+    return asdict(optimizer._options) if isinstance(optimizer, FlatbedOptimizer) else {}
 
 
 def shapes_of(optimizer: Optimizer) -> list[list[list[int]]]:

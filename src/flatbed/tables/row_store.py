@@ -366,6 +366,13 @@ class RowStore:
         """True if the file's last checkpoint belongs to a folder of `flatbed.save_checkpoint`."""
         return self._file is not None and "token" in self._file.meta
 
+    def folder_of_checkpoint(self) -> tuple[Path, str] | None:
+        """Return the folder that the file's last checkpoint belongs to, and its token; None if not known."""
+        meta = {} if self._file is None else self._file.meta
+        if self._file is None or not {"folder", "token"} <= meta.keys():
+            return None
+        return Path(os.path.normpath(self._file.path.parent / str(meta["folder"]))), meta["token"]
+
     def checkpoint(self) -> None:
         """Make rows and state of a disk table durable, all or nothing."""
         storage = self.disk_storage()
@@ -377,7 +384,9 @@ class RowStore:
         storage = self.disk_storage()
         storage.release()
         self.flush()
-        storage.prepare(self._meta(token=token), decision=decision, token=token)
+        # Relative, so that copies of table and folder name each other.
+        folder = os.path.relpath(decision.parent, storage.path.parent)
+        storage.prepare(self._meta(token=token, folder=folder), decision=decision, token=token)
 
     def state_at(self, token: str) -> tuple[tuple[Field, ...], dict[str, float]] | None:
         """Return fields and numbers of state in the file's checkpoint with this token; None without one."""

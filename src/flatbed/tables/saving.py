@@ -275,7 +275,8 @@ def check_fit(table: Table, found: TableFile, *, with_state: bool = True) -> Non
     if ours != theirs:
         raise FlatbedError(
             f"{found.path} holds a table of {theirs[0]} × {theirs[1]}, and this one is of "
-            f"{ours[0]} × {ours[1]}: make one of the file's size (flatbed.load_table does)"
+            f"{ours[0]} × {ours[1]}: build one with num_embeddings={theirs[0]}, embedding_dim={theirs[1]} "
+            "(flatbed.load_table does), and add rows with table.resize after loading"
         )
     if with_state:
         check_state(table, found.path, found.record.state, found.scalars)
