@@ -114,3 +114,16 @@ def test_an_update_that_is_not_in_place() -> None:
     optimizer.step()  # brings it back
     torch.testing.assert_close(model[1].weight.data, expected)
     parameters.assert_buffer_is_valid()
+
+
+def test_errors_do_not_speak_of_another_class() -> None:
+    model, data = model_and_data()
+    optimizer = torch.optim.SGD(ContiguousParams(model.parameters()).contiguous(), lr=0.01)
+    model[0](data[0]).sum().backward()
+    with pytest.raises(flatbed.FlatbedError, match=r"received no gradient.*missing='zero'") as caught:
+        optimizer.step()
+    assert "FlatParams" not in str(caught.value)
+    for wrong in ([], model[0].weight):
+        with pytest.raises((ValueError, TypeError), match="parameter") as refused:
+            ContiguousParams(wrong)
+        assert "FlatParams" not in str(refused.value)

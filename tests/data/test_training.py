@@ -257,3 +257,16 @@ def test_batches_are_handed_out_while_the_gpu_is_busy() -> None:
             next(prefetched)
         assert not busy.query()
         torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("stop", [(0, 3), (0, 10), (1, 5), (1, 9), (2, 10)])
+def test_recipe_of_resuming_in_an_epoch(stop: tuple[int, int], tmp_path: Path) -> None:
+    """The one of docs/data.md; a checkpoint may be that of an epoch's last batch."""
+    page = (Path(__file__).parents[2] / "docs/data.md").read_text()
+    recipe = page[page.index("### Resuming in an epoch") :]
+    names: dict[str, Any] = {"flatbed": flatbed}
+    exec(recipe[recipe.index("```python") + 9 :].partition("```")[0], names)
+    names["batch_size"] = 10
+    assert names["train"](tmp_path / "resumed", stop) is None
+    assert (tmp_path / "resumed").exists() == (stop > (0, 4))
+    assert torch.equal(names["train"](tmp_path / "resumed"), names["train"](tmp_path / "whole"))

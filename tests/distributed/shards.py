@@ -47,10 +47,11 @@ def lookups_without_gradient(_: Path) -> None:
         assert torch.equal(emb(ids), whole(ids))
     emb.requires_grad_(False)
     assert not emb(ids).requires_grad
-    bag = flatbed.EmbeddingBag(ROWS, DIM, PADDING, seed=3, shard="row")
+    bag = flatbed.EmbeddingBag(ROWS, DIM, padding_idx=PADDING, seed=3, shard="row")
     with torch.no_grad():
         assert torch.equal(
-            bag(EVERY.view(1, -1)), flatbed.EmbeddingBag(ROWS, DIM, PADDING, seed=3)(EVERY.view(1, -1))
+            bag(EVERY.view(1, -1)),
+            flatbed.EmbeddingBag(ROWS, DIM, padding_idx=PADDING, seed=3)(EVERY.view(1, -1)),
         )
 
 

@@ -165,11 +165,11 @@ def freeze_new(model: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (transpose, r"'encoder.weight' .*\(7, 8\).*\(7, 7\).*new FlatParams"),
+        (transpose, r"'encoder.weight' .*\(7, 8\).*\(7, 7\).*flatten the parameters again"),
         (cast_a_part, r"'encoder\.weight' is torch\.float64.*whole model"),
         (take_apart, r"'encoder\.weight' has come apart.*Tie them"),
-        (of_another_shape, r"'decoder\.bias'.*shape \(8,\).*new FlatParams"),
-        (freeze_new, r"'decoder\.bias'.*frozen.*new FlatParams"),
+        (of_another_shape, r"'decoder\.bias'.*shape \(8,\).*flatten the parameters again"),
+        (freeze_new, r"'decoder\.bias'.*frozen.*flatten the parameters again"),
     ],
 )
 @BOTH
@@ -204,12 +204,12 @@ def test_a_model_with_other_parameters_is_not_trained_in_silence(grads: Any) -> 
     optimizer.zero_grad()
     model[1] = nn.Linear(7, 1)
     backward(model)
-    with pytest.raises(FlatbedError, match=r"'param 2'.*received no gradient.*new FlatParams"):
+    with pytest.raises(FlatbedError, match=r"'param 2'.*received no gradient.*flatten the parameters again"):
         optimizer.step()
     optimizer.zero_grad()
     assign_state(model)
     backward(model)
-    with pytest.warns(UserWarning, match="no parameter of this FlatParams has a gradient"):
+    with pytest.warns(UserWarning, match="none of the flattened parameters has a gradient"):
         optimizer.step()
 
 
@@ -218,5 +218,5 @@ def test_check_names_a_layer_that_was_replaced() -> None:
     flat = FlatParams(model, missing="zero")
     model[1] = nn.Linear(7, 1)
     assert [problem.split()[0] for problem in flat.check()] == ["'1.weight'", "'1.bias'"]
-    with pytest.raises(FlatbedError, match=r"no longer part of the module.*new FlatParams"):
+    with pytest.raises(FlatbedError, match=r"no longer part of the module.*flatten the parameters again"):
         flat.assert_valid()

@@ -102,8 +102,8 @@ FLAT: list[Mistake] = [
     *(
         mistake(f"FlatParams.{call}", "after p.data", replaced_by_hand(call), FlatbedError, message)
         for call, message in (
-            ("assert_valid", r"0.weight.*\(3, 3\).*\(4, 4\).*new FlatParams"),
-            ("rebind", r"0.weight.*\(3, 3\).*\(4, 4\).*new FlatParams"),
+            ("assert_valid", r"0.weight.*\(3, 3\).*\(4, 4\).*flatten the parameters again"),
+            ("rebind", r"0.weight.*\(3, 3\).*\(4, 4\).*flatten the parameters again"),
         )
     ),
 ]

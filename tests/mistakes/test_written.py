@@ -32,7 +32,8 @@ EMBEDDING: list[Row] = [
     ("Kind(10, 4)(torch.tensor([[3, 10]]))", IndexError, r"10.*\(0, 1\)"),
     ("Kind(10, 4)(torch.tensor([[1.0]]))", TypeError, r"torch.float32"),
     ("Kind(10, 4)([[1], [1, 2]])", ValueError, r"equal length: pad them.*inhomogeneous"),
-    ("Kind(10, 4, None, 2.0)", TypeError, r"flatbed\.Embedding.*found 2\.0 .*by name"),
+    ("Kind(10, 4, *[None, 2.0][Kind is EmbeddingBag:])", TypeError, r"Embedding.*found 2\.0 after.*by name"),
+    ("Kind.from_pretrained(torch.ones(2, 2), True, None, 2.0)", TypeError, r"Embedding.*after.*by name"),
     ("Kind(10, 4).read_rows([10])", IndexError, r"id 10"),
     ("Kind(10, 4).topk(torch.ones(1, 5), 2)", ValueError, r"\(1, 5\)"),
     ("Kind(10, 4).write_rows([1, 2], torch.ones(1, 4))", ValueError, r"\(2, 4\); found \(1, 4\)"),
@@ -41,7 +42,9 @@ EMBEDDING: list[Row] = [
 ]
 BAG: list[Row] = [
     ("EmbeddingBag(10, 4, mode='avg')", ValueError, r"'avg'"),
-    ("EmbeddingBag(10, 4)(torch.tensor([1, 2]))", ValueError, r"offsets"),
+    ("EmbeddingBag(10, 4, 5)", TypeError, r"Bag takes num_embeddings and embedding_dim .*found 5 .*by name"),
+    ("EmbeddingBag.from_pretrained(torch.ones(10, 4), True, 5)", TypeError, r"found 5 after.*by name"),
+    ("EmbeddingBag(10, 4)(torch.tensor([1, 2]))", ValueError, r"\(2,\) without offsets.*unsqueeze\(0\)"),
     ("EmbeddingBag(10, 4)(torch.tensor([[[1, 2]]]))", ValueError, r"\(1, 1, 2\)"),
 ]
 TABLE: list[Row] = [

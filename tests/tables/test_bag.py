@@ -105,7 +105,7 @@ def test_wrong_arguments_raise() -> None:
         ([ours], ValueError, "found", (1,)),
         ([ours], TypeError, "integers", (ids, torch.tensor([0.0, 1.9]))),
         ([ours], IndexError, "id 20 at position 1 is out of range", ([1, 20], [0])),
-        ([ours, theirs], ValueError, "offsets has to be a 1D Tensor", (ids,)),
+        ([ours], ValueError, r"ids of shape \(2,\) without offsets", (ids,)),
         ([ours, theirs], ValueError, "offsets has to be None", (ids[None], zero)),
         ([ours, theirs], RuntimeError, r"offsets\[0\] has to be 0", (ids, zero + 1)),
         ([ours, theirs], ValueError, "per_sample_weights", (ids[None], None, torch.ones(3))),

@@ -156,7 +156,7 @@ class Buffer:
                 elif grad.layout != torch.strided:
                     raise FlatbedError(
                         f"the gradient of '{segment.name}' is sparse; use sparse=False in its embedding, or "
-                        f"train it outside the FlatParams"
+                        f"train it outside the flat parameters"
                     )
                 elif grad is not own:
                     arrived.append((p, grad, own))

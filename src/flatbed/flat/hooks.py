@@ -180,8 +180,8 @@ def _warn_of_lost_options(group: dict[str, Any], options: dict[str, Any]) -> Non
         found = group.get(f"initial_{key}", group.get(key))
         if found != value:
             warnings.warn(
-                f"the FlatParams was given a param group with {key}={value!r}, the optimizer has {found!r} "
-                f"there: flat.groups() keeps the options, flat.parameters() does not",
+                f"the flat parameters came from a param group with {key}={value!r}, the optimizer has "
+                f"{found!r} there: flat.groups() keeps the options, flat.parameters() does not",
                 stacklevel=7,
             )
 
@@ -194,9 +194,9 @@ def _report_no_grads(owner: FlatParams) -> None:
     if any(b.no_backward and b.grad is not None and bool(b.grad.any()) for b in owner._buffers):
         return  # a replayed CUDA graph wrote the gradients
     warnings.warn(
-        "no parameter of this FlatParams has a gradient, so the step trains nothing. If the model's "
-        "parameters were replaced (load_state_dict(assign=True), new layers), build FlatParams from the "
-        "module itself, which finds their replacements, or build it again",
+        "none of the flattened parameters has a gradient, so the step trains nothing. If the model's "
+        "parameters were replaced (load_state_dict(assign=True), new layers), flatten the "
+        "module itself, which finds their replacements, or flatten them again",
         stacklevel=7,
     )
 
@@ -208,8 +208,8 @@ def _refuse_missing(owner: FlatParams, buffer: Buffer) -> None:
         raise FlatbedError(
             f"{model_params.listed(names)} received no gradient while others did. Torch would skip it and "
             f"its step count, which one flat state cannot express. Freeze (requires_grad_(False)) what is "
-            f"not trained, leave it out of the FlatParams, or use missing='zero' (weight decay and momentum "
-            f"still move it). If its layer was replaced, {model_params.REBUILD}"
+            f"not trained, leave it out of the flat parameters, or use missing='zero' (weight decay and "
+            f"momentum still move it). If its layer was replaced, {model_params.REBUILD}"
         )
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 Source: TypeAlias = (
     "nn.Module | Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Iterable[dict[str, Any]]"
 )
-REBUILD = "build a new FlatParams and a new optimizer"
+REBUILD = "flatten the parameters again, and build a new optimizer"
 REBIND = "rebind() or the next step brings it back"
 
 
@@ -60,15 +60,15 @@ def read(source: Source) -> Inputs:
         inputs = Inputs([e for e in entries if not isinstance(e.parameter, Table)], [{}], module=source)
     elif not isinstance(source, Iterable) or isinstance(source, str | bytes | Mapping | torch.Tensor):
         raise TypeError(
-            f"FlatParams takes a module, an iterable of parameters or of (name, parameter), or a list of "
-            f"param groups; found a {type(source).__name__}: pass the module itself"
+            f"expected a module, an iterable of parameters or of (name, parameter), or a list of param "
+            f"groups; found a {type(source).__name__}: pass the module itself"
         )
     else:
         inputs = _read_items(list(source))
     _refuse_unfit(inputs.entries)
     if not any(entry.parameter.requires_grad for entry in inputs.entries):
         raise ValueError(
-            f"FlatParams found no trainable parameter among {len(inputs.entries)}: frozen parameters and "
+            f"there is no trainable parameter among {len(inputs.entries)}: frozen parameters and "
             f"tables are left alone, and an iterator such as model.parameters() can be read once"
         )
     return inputs

@@ -170,7 +170,7 @@ def _join(
             raise FlatbedError(
                 f"the states of '{first}' and '{place.name}' differ in their keys: {sorted(keys)} and "
                 f"{sorted(found or ())}. One flat state cannot express that; leave parameters that skipped "
-                f"steps out of the FlatParams"
+                f"steps out of the flat parameters"
             )
     joined = {}
     for key in keys:
@@ -205,6 +205,6 @@ def _common_value(key: str, values: list[tuple[Place, Any]]) -> Any:
                 f"the state '{key}' of '{place.name}' ({tuple(value.shape) if has_shape else value}) has "
                 f"neither the shape of the parameter nor the value that '{first.name}' has. One flat state "
                 f"holds one value for all: load a state of the same model, and leave parameters that skipped "
-                f"steps out of the FlatParams"
+                f"steps out of the flat parameters"
             )
     return kept.clone() if isinstance(kept, torch.Tensor) else kept

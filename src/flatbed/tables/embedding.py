@@ -44,6 +44,7 @@ class TableModule(nn.Module):
     scale_grad_by_freq = False
     sparse = False
     """Options of torch's modules that tables do not have."""
+    _by_position = "num_embeddings, embedding_dim and padding_idx"
 
     def __init__(
         self,
@@ -69,8 +70,8 @@ class TableModule(nn.Module):
     ) -> None:
         if unnamed:
             raise TypeError(
-                f"flatbed.{type(self).__name__} takes num_embeddings, embedding_dim and padding_idx by "
-                f"position; found {unnamed[0]!r} after them: give other arguments by name"
+                f"flatbed.{type(self).__name__} takes {self._by_position} by position; found {unnamed[0]!r} "
+                f"after them: give other arguments by name"
             )
         for name in unknown:
             hint = WITHOUT.get(name, "see help(flatbed.Embedding)")
@@ -229,9 +230,13 @@ class TableModule(nn.Module):
 
     @classmethod
     def from_pretrained(
-        cls, embeddings: Tensor | Any, freeze: bool = True, padding_idx: int | None = None, **options: Any
+        cls, embeddings: Tensor | Any, freeze: bool = True, *padding_idx: int | None, **options: Any
     ) -> Self:
-        """Build a module with these weights, (num_embeddings, embedding_dim)."""
+        """Build a module with these weights, (num_embeddings, embedding_dim).
+
+        As in torch, the third argument by position is `padding_idx` for an `Embedding`. An `EmbeddingBag`
+        takes two, since torch's third one is `max_norm`.
+        """
         if isinstance(embeddings, str | Path):
             raise TypeError(
                 f"embeddings must be a tensor or an array; found the path {embeddings}: load its weights "
@@ -246,7 +251,7 @@ class TableModule(nn.Module):
             options["resume"] = False
         options = {"dtype": weights.dtype, "device": weights.device, **options}
         make: Any = cls
-        made: Self = make(*weights.shape, padding_idx, init="zeros", **options)
+        made: Self = make(*weights.shape, *padding_idx, init="zeros", **options)
         write_field(made.table, WEIGHT, weights)
         if made.table.storage == "disk" and made.table._shards is None:
             made.table.checkpoint()
@@ -353,13 +358,14 @@ class EmbeddingBag(TableModule, torch_embedding_bag):  # type: ignore[misc]
 
     mode: str
     include_last_offset: bool
+    _by_position = "num_embeddings and embedding_dim"  # torch's next one is max_norm
 
     def __init__(
         self,
         num_embeddings: int,
         embedding_dim: int,
-        padding_idx: int | None = None,
         *unnamed: Any,
+        padding_idx: int | None = None,
         mode: str = "mean",
         include_last_offset: bool = False,
         **options: Any,
@@ -394,6 +400,11 @@ class EmbeddingBag(TableModule, torch_embedding_bag):  # type: ignore[misc]
         table = self.table
         records_grad = table._records_grad(training=self.training)
         batch = prepare_lookup(table, input, for_bag=True, records_grad=records_grad)
+        if offsets is None and len(batch.shape) == 1:
+            raise ValueError(
+                f"found ids of shape {tuple(batch.shape)} without offsets: give the position at which each "
+                f"bag starts (offsets=[0] for one bag), or bags as rows, (bags, length): ids.unsqueeze(0)"
+            )
         rows = GatherFunction.apply(table, batch)  # type: ignore[no-untyped-call,unused-ignore]
         device = table._store.device
         if offsets is not None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from flatbed.errors import FlatbedError
@@ -23,7 +24,7 @@ INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torc
 def as_ids(ids: Any, *, name: str = "ids") -> Tensor:
     """Return ids as an int64 tensor on the device they are on. Errors call them `name`.
 
-    Ids that are too large for int64 become negative, and so out of range.
+    Ids that are too large for int64 raise on the host. On a GPU they become negative, and so out of range.
     """
     if not isinstance(ids, Tensor):
         if isinstance(ids, (list, tuple, range, int, np.integer)):
@@ -41,13 +42,22 @@ def as_ids(ids: Any, *, name: str = "ids") -> Tensor:
             )
         if ids.dtype.kind not in "iu":
             raise TypeError(f"{name} must be integers; found {ids.dtype}: convert them (a mask by nonzero)")
+        _check_uint64(ids)
         return torch.from_numpy(np.require(ids, np.int64, ["C", "W"]))
     if ids.dtype == torch.uint64:
+        if ids.device.type == "cpu":
+            _check_uint64(ids.numpy())
         return ids.view(torch.int64)
     if ids.dtype not in INTEGERS:
         raise TypeError(f"{name} must be integers; found {ids.dtype}: use .long(), or nonzero() of a mask")
     found: Tensor = ids.detach()
     return found if found.dtype == torch.int64 else found.to(torch.int64)
+
+
+def _check_uint64(ids: NDArray[Any]) -> None:
+    if ids.dtype == np.uint64 and ids.size and ids.max() > NO_ERROR:
+        at = int((ids > NO_ERROR).argmax())
+        raise out_of_range(int(ids.flat[at]), at, ids.shape)
 
 
 def check_range(ids: Tensor, n_rows: int) -> None:
@@ -66,13 +76,14 @@ def check_range(ids: Tensor, n_rows: int) -> None:
     raise out_of_range(int(ids.flatten()[at]), at, tuple(ids.shape), n_rows)
 
 
-def out_of_range(value: int, at: int, shape: tuple[int, ...], n_rows: int) -> IndexError:
-    """Return the error for an id that is not a row."""
+def out_of_range(value: int, at: int, shape: tuple[int, ...], n_rows: int | None = None) -> IndexError:
+    """Return the error for an id that is not a row; of any table, without `n_rows`."""
     index = tuple(int(i) for i in np.unravel_index(at, shape)) if shape else ()
     position = index[0] if len(index) == 1 else index
-    return IndexError(
-        f"id {value} at position {position} is out of range for a table of {n_rows} rows (0 to {n_rows - 1})"
-    )
+    bound = f"any table (0 to {NO_ERROR})"
+    if n_rows is not None:
+        bound = f"a table of {n_rows} rows (0 to {n_rows - 1})"
+    return IndexError(f"id {value} at position {position} is out of range for {bound}")
 
 
 def as_floats(values: Any, name: str) -> Tensor:

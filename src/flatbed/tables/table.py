@@ -106,7 +106,10 @@ class Table(TableParameter):
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """The optimizer state that rows have besides their weight."""
+        """The optimizer state that rows have besides their weight.
+
+        Empty for a table of ``load_table(path, read_only=True)``, which reads weights alone.
+        """
         return tuple(field.name for field in self._store.record.state)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override,unused-ignore]
@@ -200,11 +203,16 @@ class Table(TableParameter):
         return None if self._owner_ref is None else self._owner_ref()
 
     def _check_attach(self, owner: torch.optim.Optimizer, state: tuple[Field, ...]) -> None:
-        """Raise if the table holds state that the optimizer cannot continue.
+        """Raise if the table is read-only, or holds state that the optimizer cannot continue.
 
         State of another optimizer in memory is replaced. In a file, replacing it would lose what was saved.
         """
         store = self._store
+        if store.config.read_only:
+            raise FlatbedError(
+                f"{store.config.path} was loaded with read_only=True, and {type(owner).__name__} would "
+                f"change it: load it without, to train it, or leave it out of the optimizer"
+            )
         has_file = store.config.storage == "disk" and store.is_allocated
         in_file = has_file and bool(store.record.state) and not store.relayout_pending
         if store.state_owned and not in_file:
@@ -276,6 +284,7 @@ class Table(TableParameter):
         """Copy the optimizer state of some rows: ids of any shape → (*shape, dim)."""
         if name not in self.state_names:
             found = ", ".join(self.state_names) or "none (an optimizer that has the table adds it)"
+            found = "none (read_only=True reads weights alone)" if self._store.config.read_only else found
             raise KeyError(f"there is no state {name!r}; found {found}")
         wanted = self._checked(ids, READ)
         taken = self._row_io.read_fields(wanted.flatten())[name]

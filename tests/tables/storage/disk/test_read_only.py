@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import flatbed
 from flatbed.errors import FlatbedError
@@ -73,14 +74,19 @@ def test_nothing_is_written_or_locked(tmp_path: Path) -> None:
         lambda: table.resize(100),
         lambda: table.checkpoint(),
         lambda: flatbed.save_checkpoint(tmp_path / "run", flatbed.Embedding.from_table(table)),
+        lambda: flatbed.Embedding.from_table(table).reset_parameters(),
+        lambda: flatbed.optim.Adam([nn.Parameter(torch.ones(2)), table]),
+        lambda: flatbed.optim.SGD([table.requires_grad_()]),
+        lambda: flatbed.optim.from_torch(torch.optim.Rprop, [table]),
+        lambda: flatbed.optim.SGD([nn.Parameter(torch.ones(2))]).add_param_group({"params": [table]}),
     )
     for change in changes:
         with pytest.raises(FlatbedError, match="read_only"):
             change()
-    optimizer = flatbed.optim.Adam([table.requires_grad_()], lr=0.1)
-    with pytest.raises(FlatbedError, match="read_only"):
-        flatbed.Embedding.from_table(table)([1])
-    del optimizer
+        assert (table.read_rows(EVERY) == 1).all()
+    assert table.state_names == ()
+    with pytest.raises(KeyError, match=r"no state 'exp_avg'.*read_only=True reads weights alone"):
+        table.read_state("exp_avg", [1])
     table.close()
     assert files(tmp_path) == before
     trained(tmp_path).table.close()
