@@ -273,6 +273,7 @@ def _equal_rows(
 
 
 CHUNK_BYTES = 3 << 20  # of parameters: temporaries of an update should stay in the CPU's caches
+MANY = 1 << 16  # elements, from which torch's norm in fp32 is not exact enough for shards
 
 
 @dataclass(slots=True)
@@ -348,8 +349,8 @@ class TorchStepper:
             norms = [torch.zeros((), device=self.device)] if not grads else []
             for dtype, held in grads.items():
                 wide = torch.promote_types(dtype, torch.float32)  # not rounded to the gradients' dtype
-                if self._has_shards:  # torch's norm of many elements is off by 1e-4 in fp32
-                    wide = torch.float64
+                if self._has_shards and max(map(Tensor.numel, held)) > MANY:
+                    wide = torch.float64  # torch's norm of so many elements is off by up to 1e-4 in fp32
                 norms += torch._foreach_norm(held, 2.0, dtype=wide)
             # That of all gradients, unless there are several classes.
             self._norm = torch.linalg.vector_norm(torch.stack(norms))
