@@ -32,8 +32,8 @@ GPU_MEMORY = 1_800 * GB
 """Bytes per second of rows of 512 bytes in the memory of a GPU (h200-rows)."""
 KERNEL_SECONDS = 0.3e-3
 """Kernels of a step: 0.34 ms in a CUDA graph, of which 0.09 are the bus (h200-cache, Zipf 1.2)."""
-HOST_SECONDS = 1.3e-3
-"""Python and launches of an eager step on one rank: 1.11 to 1.35 ms with Zipf ids (h200-shards)."""
+HOST_SECONDS = 1.0e-3
+"""Python and launches of an eager step on one rank: 0.83 to 1.43 ms with Zipf ids (h200-shards)."""
 HEADER_SECONDS = 60e-6
 """Time of a small message on the host between a rank and each other, before rows travel: 55 to 65 µs of CPU
 time with 8 to 32 ranks (h200-shards, headers)."""

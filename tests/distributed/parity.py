@@ -140,8 +140,8 @@ def check(
             {"path": folder / f"{number}-{'all' if shard else rank}.bed"},
             {"path": folder / f"{number}-{rank}"},
         ]
-    shared = kind(ROWS, DIM, PADDING, shard=shard, **files[0], **table)
-    whole = kind(ROWS, DIM, PADDING, replicate=False, **files[1], **table)
+    shared = kind(ROWS, DIM, padding_idx=PADDING, shard=shard, **files[0], **table)
+    whole = kind(ROWS, DIM, padding_idx=PADDING, replicate=False, **files[1], **table)
     outputs, norms = train(shared, [rank], **training)
     for name in ("wrap", "shard_state"):
         training.pop(name, None)
