@@ -261,6 +261,8 @@ def test_another_model(make: Any, words: str, tmp_path: Path) -> None:
 
 def test_disk_table_with_a_later_checkpoint_raises(tmp_path: Path) -> None:
     run = Saved(tmp_path)
+    with pytest.warns(UserWarning, match=rf"1\.bed .*{run.folder}.*save_checkpoint again"):
+        run.model.second.table.checkpoint()
     run.model.second.table.checkpoint()
     run.assert_refuses(rf"1\.bed.*when .*{run.version.name} was saved.*later checkpoint.*copy_disk_tables")
     save_checkpoint(tmp_path / "other", run.model, run.optimizer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
@@ -228,7 +229,9 @@ class OnDisk(CacheMachine):
 
     @rule()
     def checkpoint(self) -> None:
-        self.emb.table.checkpoint()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".* cannot be loaded any more")
+            self.emb.table.checkpoint()
         assert self.index is None or not self.index.dirty.any()
 
 
