@@ -10,7 +10,6 @@ import json
 import os
 import re
 import shutil
-import warnings
 import zlib
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -20,7 +19,6 @@ from typing import Any
 
 from flatbed.errors import DamagedFileError, FlatbedError
 from flatbed.tables.files import lock, open_regular, read_small, sync_folder, write_text
-from flatbed.tables.table import Table
 from flatbed.tables.tensor_file import check_tensors, naming_damage
 
 FORMAT, FORMAT_VERSION = "flatbed-checkpoint", 1
@@ -61,23 +59,6 @@ def read_current(folder: Path) -> tuple[str, list[str]]:
 def kept_versions(folder: Path) -> list[str]:
     """Return the versions that are kept, the valid one first; none in a new folder."""
     return read_current(folder)[1] if (folder / CURRENT).exists() else []
-
-
-def warn_of_loss(table: Table, name: str, after: str, *, folder: Path | None = None) -> None:
-    """Warn if a disk table holds the rows of a folder's valid version, and is about to change.
-
-    `after` says what changes it, and how to keep both; a save to that `folder` itself replaces the version.
-    """
-    holds = table._store.folder_of_checkpoint()
-    if holds is None or (folder is not None and os.path.realpath(holds[0]) == os.path.realpath(folder)):
-        return
-    with suppress(FlatbedError, OSError):
-        if read_current(holds[0])[0] == holds[1]:
-            warnings.warn(
-                f"{table._store.config.path} (table {name}) has the rows of the checkpoint in {holds[0]}, "
-                f"which cannot be loaded any more after {after}",
-                stacklevel=3,
-            )
 
 
 # ---- versions

@@ -23,7 +23,6 @@ from flatbed.checkpoint.folder import (
     no_checkpoint,
     read_json,
     reading,
-    warn_of_loss,
 )
 from flatbed.checkpoint.save import Training
 from flatbed.checkpoint.state import (
@@ -110,7 +109,7 @@ def load_checkpoint(
         for name, table in training.tables.items() if lockstep.first else ():
             if manifest["tables"][name] is not None:
                 after = f"loading {path}: load it into tables with another path to keep both"
-                warn_of_loss(table, name, after)
+                table._store.warn_of_loss(after, name=name)
         lockstep.meet()
         begun: list[tuple[Table, tuple[int, int]]] = []  # with their generations before
         before = [(part, _copied(part.read(), to_host=part.is_large)) for part in parts]

@@ -149,7 +149,7 @@ def save_checkpoint(
                 held.callback(store.disk_storage().release)
                 if lockstep.first:
                     after = f"saving to {folder}: copy_disk_tables=True keeps both"
-                    folders.warn_of_loss(training.tables[name], name, after, folder=folder)
+                    store.warn_of_loss(after, name=name, folder=folder)
                 store.prepare_checkpoint(decision=folder / CURRENT, token=token)
             lockstep.meet()
             kept = _write_current(version, token, keep=keep) if lockstep.first else []

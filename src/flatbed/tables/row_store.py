@@ -6,7 +6,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -42,6 +42,7 @@ from flatbed.tables.storage.base import (
     row_blocks,
 )
 from flatbed.tables.storage.disk import DiskStorage, ReadOnlyStorage
+from flatbed.tables.storage.disk.journal import token_in
 from flatbed.tables.storage.disk.open_files import tell_at_sigterm
 
 
@@ -366,12 +367,23 @@ class RowStore:
         """True if the file's last checkpoint belongs to a folder of `flatbed.save_checkpoint`."""
         return self._file is not None and "token" in self._file.meta
 
-    def folder_of_checkpoint(self) -> tuple[Path, str] | None:
-        """Return the folder that the file's last checkpoint belongs to, and its token; None if not known."""
-        meta = {} if self._file is None else self._file.meta
-        if self._file is None or not {"folder", "token"} <= meta.keys():
-            return None
-        return Path(os.path.normpath(self._file.path.parent / str(meta["folder"]))), meta["token"]
+    def warn_of_loss(self, after: str, *, name: str = "", folder: Path | None = None) -> None:
+        """Warn if a disk table holds the rows of a folder's valid checkpoint, and is about to change.
+
+        `after` says what changes it, and what to do; a save to that `folder` itself replaces the checkpoint.
+        """
+        if self._file is None or not {"decision", "token"} <= self._file.meta.keys():
+            return
+        decision = Path(os.path.normpath(self._file.path.parent / str(self._file.meta["decision"])))
+        if folder is not None and os.path.realpath(decision.parent) == os.path.realpath(folder):
+            return
+        with suppress(FlatbedError, OSError):
+            if token_in(decision) == self._file.meta["token"]:
+                warnings.warn(
+                    f"{self._file.path}{f' (table {name})' if name else ''} has the rows of the checkpoint "
+                    f"in {decision.parent}, which cannot be loaded any more after {after}",
+                    stacklevel=3,
+                )
 
     def checkpoint(self) -> None:
         """Make rows and state of a disk table durable, all or nothing."""
@@ -385,8 +397,8 @@ class RowStore:
         storage.release()
         self.flush()
         # Relative, so that copies of table and folder name each other.
-        folder = os.path.relpath(decision.parent, storage.path.parent)
-        storage.prepare(self._meta(token=token, folder=folder), decision=decision, token=token)
+        relative = os.path.relpath(decision, storage.path.parent)
+        storage.prepare(self._meta(token=token, decision=relative), decision=decision, token=token)
 
     def state_at(self, token: str) -> tuple[tuple[Field, ...], dict[str, float]] | None:
         """Return fields and numbers of state in the file's checkpoint with this token; None without one."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing.context
-import warnings
 import weakref
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -405,13 +404,7 @@ class Table(TableParameter):
         """Make a disk table's rows and state durable, all or nothing: a crash leads back to here."""
         self._check_whole("table.checkpoint")
         self._deferred_checks.check_graphs()
-        held = self._store.folder_of_checkpoint()
-        if held is not None and held[0].is_dir():
-            warnings.warn(
-                f"{self._store.config.path} has the rows of the checkpoint in {held[0]}, which cannot be "
-                "loaded any more after table.checkpoint(): use flatbed.save_checkpoint again instead",
-                stacklevel=2,
-            )
+        self._store.warn_of_loss("table.checkpoint(): use flatbed.save_checkpoint again instead")
         self._store.checkpoint()
 
     def save(self, path: str | Path) -> None:

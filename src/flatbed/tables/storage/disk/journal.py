@@ -70,7 +70,7 @@ class Decision:
     def of(path: str | Path, token: str, *, table: Path) -> Decision:
         """Describe a decision that is to be made."""
         path = os.path.abspath(path)
-        before = _token_in(Path(path)) if os.path.isdir(os.path.dirname(path)) else None
+        before = token_in(Path(path)) if os.path.isdir(os.path.dirname(path)) else None
         return Decision(path, token, os.path.relpath(path, table.parent), before)
 
     def outcome(self, table: Path) -> bool | None:
@@ -90,7 +90,7 @@ class Decision:
                 f"table's folder, or make an empty folder of that name to go back to the checkpoint before"
             )
         for place in places:
-            found = _token_in(place)
+            found = token_in(place)
             if found == self.token:
                 return True
             if place == beside and found == self.before:
@@ -100,7 +100,7 @@ class Decision:
         return None
 
 
-def _token_in(path: Path) -> str | None:
+def token_in(path: Path) -> str | None:
     """Read the token of a decision; None if there is no such file."""
     try:
         found = load(read_small(path, DECISION_LIMIT))["token"]
