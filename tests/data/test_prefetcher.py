@@ -655,7 +655,7 @@ def test_ids_on_the_gpu_are_kept_for_admissions(
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream())
     given = [batch["items"].as_subclass(OnGpu) for batch in batches(3)]
     iterator = iter(Prefetcher(given, {emb: lambda batch: batch}, device="cpu"))
-    iterator._rows = rows = Rows()
+    iterator._rows, iterator._records = rows, _ = Rows(), Rows()
     next(iterator)
     assert OnGpu.record_stream.call_args_list == [mock.call(rows)] * 3
     iterator.close()

@@ -305,50 +305,58 @@ class Stream:
 
 @dataclass
 class Work:
-    """Kernels that use rows, or an admission that moves rows."""
+    """Kernels that use rows, or one part of an admission: decisions on rows, or moves of their records."""
 
     rows: set[int]
-    is_admission: bool
+    part: str | None
     before: set[int]
 
 
 class Simulation:
-    """A cache, a training stream and a prefetch stream, and all work that was issued."""
+    """A cache, a training stream and the streams of prefetches, and all work that was issued."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, n_slots: int, depth: int, n_lookups: int) -> None:
         self.emb = made(N_ROWS, n_slots)
         self.cache, self.window = cache_of(self.emb), (depth + 1) * n_lookups - 1
-        self.training, self.side = Stream(), Stream()
-        self.current = self.training
+        self.training = self.current = Stream()
+        self.streams = {"rows": Stream(), "records": Stream()}
         self.work: list[Work] = []
         self.pending: list[tuple[list[LookupBatch], Any]] = []
         self.begun: list[list[LookupBatch]] = []
         self.cache.device = torch.device("cuda")
         admit = kernels.admit
 
-        def issue_admission(index: Any, keys: Tensor, *args: Any, **options: Any) -> Any:
+        def issue_admission(
+            index: Any, keys: Tensor, *args: Any, moves: Stream | None = None, **options: Any
+        ) -> Any:
             before = index.slot_of_row.clone()
             found = admit(index, keys, *args, **options)
-            self.issue(set((index.slot_of_row != before).nonzero().flatten().tolist()), is_admission=True)
+            rows = set((index.slot_of_row != before).nonzero().flatten().tolist())
+            self.issue(rows, "decisions")
+            if moves is not None:
+                moves.wait_stream(self.current)
+            self.issue(rows, "moves", moves)
             return found
 
         monkeypatch.setattr(kernels, "admit", issue_admission)
         monkeypatch.setattr(gpu, "is_capturing", lambda device: False)
-        monkeypatch.setattr(gpu, "stream_for", lambda device, purpose: self.side)
+        monkeypatch.setattr(gpu, "stream_for", lambda device, purpose: self.streams[purpose])
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.current)
 
-    def issue(self, rows: set[int], *, is_admission: bool = False) -> None:
-        self.work.append(Work(rows, is_admission, set(self.current.before)))
-        self.current.before.add(len(self.work) - 1)
+    def issue(self, rows: set[int], part: str | None = None, stream: Stream | None = None) -> None:
+        stream = stream or self.current
+        self.work.append(Work(rows, part, set(stream.before)))
+        stream.before.add(len(self.work) - 1)
 
     def prefetch(self, lookups: list[Tensor]) -> None:
-        self.current, batches = self.side, []
+        self.current, batches = self.streams["rows"], []
         for keys in lookups:
             found = self.cache.prefetch(keys, window=self.window, reservation=None)
             if found is not None:
                 batches.append(LookupBatch(keys.shape, keys, found[0], self.cache, found[1]))
         self.current = self.training
-        self.pending.append((batches, self.side.record_event()))
+        self.streams["records"].wait_stream(self.streams["rows"])
+        self.pending.append((batches, self.streams["records"].record_event()))
 
     def begin(self) -> None:
         batches, ready = self.pending.pop(0)
@@ -360,12 +368,13 @@ class Simulation:
         self.issue(set(rows.tolist()))
 
     def conflicts(self) -> int:
-        """Pairs of an admission and other work on the rows that it moves, in no order."""
+        """Pairs of equal parts of admissions, or of a part and other work on its rows, in no order."""
         found = 0
         for (i, one), (j, other) in combinations(enumerate(self.work), 2):
-            if i not in other.before and j not in one.before:
-                both = one.is_admission and other.is_admission
-                found += both or bool((one.is_admission or other.is_admission) and one.rows & other.rows)
+            if i not in other.before and j not in one.before and one.part != other.part:
+                found += None in (one.part, other.part) and bool(one.rows & other.rows)
+            elif i not in other.before and j not in one.before:
+                found += one.part is not None
         return found
 
 
@@ -382,7 +391,7 @@ def simulate(monkeypatch: pytest.MonkeyPatch, seed: int, *, is_ordered: bool = T
 
     for _ in range(14):
         if is_ordered:
-            simulation.side.wait_stream(simulation.training)
+            simulation.streams["rows"].wait_stream(simulation.training)
         while len(simulation.pending) < depth + 1:
             simulation.prefetch([ids() for _ in range(n_lookups)])
         simulation.begin()
@@ -417,9 +426,10 @@ class TestOrder:
         simulation.use(batch, batch.keys)
         simulation.prefetch([torch.tensor([3, 4])])
         simulation.use(batch, batch.keys)
-        lookup, admission, step = simulation.work[1:]
-        assert 1 not in admission.before
-        assert 2 not in step.before
+        _, moves, lookup, decisions, more_moves, step = simulation.work
+        assert (moves.before, lookup.before) == ({0}, {0, 1})
+        assert (decisions.before, more_moves.before) == ({0}, {0, 1, 3})
+        assert step.before == {0, 1, 2}
         assert simulation.conflicts() == 0
         assert lookup.rows == {1, 2}
 

@@ -6,7 +6,8 @@ Streams of one device
 |---|---|---|
 | training: the user's current stream | lookups, backward passes, steps | training thread |
 | "batches" | copies of batches | loader thread |
-| "rows" | admissions ahead of time, and copies of small batches | training thread |
+| "rows" | admissions ahead of time: decisions; and copies of small batches | training thread |
+| "records" | admissions ahead of time: moves of records | training thread |
 | "files" | records read from disk | loader thread |
 | "scan" | blocks of a table for `topk`, which begins with an idle GPU | training thread |
 
@@ -15,10 +16,11 @@ Events between them, and the reason for each
 | event | waits for it | reason |
 |---|---|---|
 | `MovedBatch.arrived`, after the copies of a batch | "rows" | admissions read the ids of the batch |
-| `PendingBatch.ready`, after copies and admissions | training | the step reads the batch and its slots |
+| "rows", after the decisions of an admission | "records" | they name the records to move |
+| `PendingBatch.ready`, after copies, decisions and moves | training | the step reads batch and slots |
 | `earlier_steps`: training, at each `next` of a loop | "rows" | an admission may evict rows of those steps |
 | | loader thread | a large batch is copied after the step of an earlier one: few are on the device |
-| "rows", at work on rows that `GpuCache.protects` does not cover | training | admissions may move them |
+| "records", at work on rows that `GpuCache.protects` does not cover | training | admissions may move them |
 | training, at such work | "rows" | the next admission may evict these rows |
 | `Reservation.ready`, after records were read | "rows" | the lookup reads them |
 | `HostIndexCache._last`, after an access | "files", training | the next access sees its records |
@@ -28,10 +30,10 @@ Events between them, and the reason for each
 | "scan", after a block | training | `topk` compares queries with the block |
 
 `record_stream` tells torch's allocator of memory that another stream uses: batches, which training uses, and
-ids of "batches", or of a list on the GPU, which "rows" reads. Other memory of "rows", of admissions, needs
-none: each `next` lets "rows" wait for all streams that were the training stream of the loop before it
-allocates, and drops the admissions of a batch only then. Staging memory is pinned by torch's allocator, which
-keeps a block until its copy is done.
+ids of "batches", or of a list on the GPU, which "rows" reads, and decisions, which "records" reads. Other
+memory of "rows", of admissions, needs none: each `next` lets "rows" wait for all streams that were the
+training stream of the loop before it allocates, and drops the admissions of a batch only then. Staging memory
+is pinned by torch's allocator, which keeps a block until its copy is done.
 
 CUDA graphs are captured in the user's stream. From the first captured lookup on, a table's rows are not
 prefetched to the GPU: see `tables.cache.gpu`.
@@ -64,7 +66,7 @@ import torch
 
 from flatbed.cuda import driver
 
-HIGH_PRIORITY = ("rows", "scan")  # kernels of few programs that other work waits for
+HIGH_PRIORITY = ("records", "scan")  # kernels of few programs that other work waits for
 
 LOCK_ORDER = (
     "layout",

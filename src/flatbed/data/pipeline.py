@@ -61,7 +61,7 @@ class PendingBatch:
     """For each table, the rows that it prefetches for this batch."""
     moved: MovedBatch | None = None
     ready: Any = None
-    """The event after copies and admissions in the stream "rows"; None on a CPU."""
+    """The event after copies, admissions and moves of records; None on a CPU."""
 
     def finish(self) -> None:
         """End all requests, each once, also if two threads do so."""
@@ -296,7 +296,9 @@ class PrefetchIterator(Iterator[Any]):
         self._pipeline = pipeline
         self._end: End | None = None
         mover = pipeline.mover
-        self._rows = stream_for(mover.device, "rows") if mover.on_gpu and pipeline.depth else None
+        self._rows = self._records = None
+        if mover.on_gpu and pipeline.depth:
+            self._rows, self._records = (stream_for(mover.device, name) for name in ("rows", "records"))
         self._in_rows: Any = nullcontext() if self._rows is None else torch.cuda.stream(self._rows)
         self._streams: set[torch.cuda.Stream] = set()  # those of the loop so far: mostly one
         self._close = weakref.finalize(self, pipeline.close)
@@ -376,7 +378,7 @@ class PrefetchIterator(Iterator[Any]):
         Their rows are admitted in the stream "rows", after the copies of the ids. Without threads, batches
         are loaded here, and copied in that stream.
         """
-        pipeline, rows = self._pipeline, self._rows
+        pipeline, rows, records = self._pipeline, self._rows, self._records
         while self._end is None:
             if pipeline.needs_threads and not pipeline.is_threaded:
                 pipeline.start()
@@ -406,7 +408,10 @@ class PrefetchIterator(Iterator[Any]):
                     if taken.moved.arrived is not None or tensor.is_cuda:  # no memory of "rows"
                         moved[id(tensor)].record_stream(rows)  # type: ignore[arg-type,unused-ignore]
                 prefetch.admit(request, moved)
-            if rows is not None and (taken.requests or taken.ready is None):
+            if rows is not None and records is not None and taken.requests:
+                records.wait_stream(rows)  # with the copies, and what caches without moves have done there
+                taken.ready = records.record_event()
+            elif rows is not None and taken.ready is None:
                 taken.ready = rows.record_event()
 
     def _fail(self, error: BaseException) -> None:

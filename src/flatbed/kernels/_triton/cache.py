@@ -215,20 +215,23 @@ def admit(
     window: int = 0,
     first_error: Tensor | None = None,
     on_checked: Callable[[], None] | None = None,
+    moves: torch.cuda.Stream | None = None,
 ) -> UniqueRows:
     """Find the unique rows of keys and bring them into the cache: unique, probe, select victims, move.
 
     Slots of this and of the last `window` admissions are not evicted. Rows without a slot stay in storage.
+    Records move in the current stream, or in `moves` after what is decided here.
     """
     n, device, n_rows = keys.numel(), keys.device, index.slot_of_row.numel()
-    n_missing = torch.empty(1, dtype=torch.int32, device=device)
+    part = max(2, n + n % 2)  # addresses are multiples of 16
+    memory = torch.empty(3 * part + 2, dtype=torch.int64, device=device)
+    missing, slots, victims, n_missing = torch.split(memory, part)
+    n_missing = n_missing.view(torch.int32)
     found = unique(keys, n_rows, first_error, ticks=(index.clock, n_missing))
     if on_checked is not None:
         on_checked()
     if n == 0:
         return found
-    missing = torch.empty_like(found.rows)
-    slots, victims = torch.empty_like(missing), torch.empty_like(missing)
     by_frequency = index.policy == "lfu"
     frequency = index.frequency if by_frequency else index.stamp  # not read with "lru"
     probe, select_victims = _decisions(index.direct, by_frequency)
@@ -242,7 +245,10 @@ def admit(
         index.slot_of_row, index.row_of_slot, index.stamp, frequency, index.dirty, index.clock, index.counts,
         window, index.n_slots, index.ageing,
     )  # fmt: skip
-    fill_and_write_back(location, missing, slots, victims, n_missing)
+    if moves is not None:
+        moves.wait_stream(torch.cuda.current_stream(device.index))
+        memory.record_stream(moves)  # type: ignore[arg-type,unused-ignore]
+    fill_and_write_back(location, missing, slots, victims, n_missing, stream=moves)
     index.moving = False
     return found
 
@@ -260,12 +266,14 @@ def fill_and_write_back(
     victims: Tensor,
     n_missing: Tensor,
     shape: MoverShape | None = None,
+    stream: torch.cuda.Stream | None = None,
 ) -> None:
     """Read missing records into slots, and write back the changed ones that they replace."""
     shape = shape or mover_shape(location.stride, both_ways=True)
     n_programs = min(shape.programs, -(-missing.numel() // shape.rows))
     launch = _fill_kernel(location.stride, shape)
-    launch(n_programs, missing.device, *location.addresses, missing, slots, victims, n_missing)
+    args = *location.addresses, missing, slots, victims, n_missing
+    launch(n_programs, missing.device, *args, stream=stream)
 
 
 @functools.cache

@@ -58,8 +58,10 @@ class Kernel:
         self._numbers = [i for i, name in enumerate(names) if not name.endswith("_ptr")]
         self._compiled: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
-    def __call__(self, n_programs: int, device: torch.device, *args: Any) -> None:
-        """Launch in the current stream. Addresses that are not aligned take Triton's slower path.
+    def __call__(
+        self, n_programs: int, device: torch.device, *args: Any, stream: torch.cuda.Stream | None = None
+    ) -> None:
+        """Launch in this stream, or in the current one. Unaligned addresses take Triton's slower path.
 
         Kernels see addresses and not strides: wrappers make their inputs contiguous.
         """
@@ -70,7 +72,7 @@ class Kernel:
             return
         if torch._C._cuda_getDevice() != device.index:
             with torch.cuda.device(device):
-                self(n_programs, device, *args)
+                self(n_programs, device, *args, stream=stream)
             return
         values, addresses = [*args], 0
         kinds: list[Any] = [device.index, *[-INT32 <= args[i] < INT32 for i in self._numbers]]
@@ -79,11 +81,12 @@ class Kernel:
             addresses |= address
             kinds.append(args[i].dtype)
         if addresses % 16:
-            self.function[(n_programs,)](*args, *self.constants, num_warps=self.num_warps)
+            with torch.cuda.stream(stream):  # None: the current one
+                self.function[(n_programs,)](*args, *self.constants, num_warps=self.num_warps)
             return
         run, *compiled = self._compiled.get(key := tuple(kinds)) or self._compile(key, args)
-        stream = torch._C._cuda_getCurrentRawStream(device.index)
-        run(n_programs, 1, 1, stream, *compiled, None, None, None, *values, *self.constants)
+        queue = torch._C._cuda_getCurrentRawStream(device.index) if stream is None else stream.cuda_stream
+        run(n_programs, 1, 1, queue, *compiled, None, None, None, *values, *self.constants)
 
     def bind(self, n_programs: int, fixed: tuple[Any, ...], varying: tuple[Any, ...] = ()) -> Launch:
         """Return a launch with these arguments that takes values in place of `varying`."""

@@ -3,19 +3,23 @@
 Every kernel that reads or writes a row asks the index first. So the only hazard is an admission that moves a
 row while work in another stream uses the row.
 
-**Streams.** Admissions run in the training stream, or ahead of time in the stream "rows" (`prefetch`).
+**Streams.** Admissions run in the training stream, or ahead of time (`prefetch`). Those run in two streams:
+in "rows", kernels decide which rows get which slots, and write the index only; in "records", a kernel moves
+the records. So neither the bus nor the decisions on the next batch wait for each other.
+
 Admissions are numbered in the order in which the host issues them. Admission T with a window W does not
 evict slots used by admissions T - W to T - 1. It is issued with W > 0 only if the ids of all of them fit
 into the cache together, so that all their rows are in slots.
 
 - The `next` that hands out a batch lets the stream "rows" wait for the training work before it, and then
   admits later batches. Their windows reach back to the batch handed out. So its step and their admissions
-  run at the same time. Prefetches need no order among themselves, since they run in one stream.
+  run at the same time. Prefetches need no order among themselves: decisions run in one stream, and moves
+  in another.
 - Training work on the batch with admission t needs no order with prefetches, if `protects(t)`: no later
   admission so far could evict the batch's rows (t >= `_oldest_protected`), and those of the next `next` wait
   for the work. The `next` that hands out a batch orders its step after admission t itself.
 - All other work (older batches, ids that were not prefetched, `read_rows`, `flush`) calls
-  `wait_for_prefetch`: the current stream waits for the stream "rows", and the next prefetch waits for the
+  `wait_for_prefetch`: the current stream waits for the stream "records", and the next prefetch waits for the
   current stream.
 - The index's clock on the device and `_n_admissions` on the host count the same admissions.
 - CUDA graphs run admissions that the host does not count. From the first captured admission on, nothing is
@@ -91,7 +95,7 @@ class GpuCache:
         return found
 
     def prefetch(self, keys: Tensor, *, window: int, reservation: object) -> tuple[UniqueRows, int] | None:
-        """Admit a batch ahead of time, in the stream "rows"; None if its rows cannot be kept.
+        """Admit a batch ahead of time, in the streams "rows" and "records"; None if its rows cannot be kept.
 
         They are, if its ids fit in addition to those of the last `window` admissions. The stream is ordered
         after the training work on all batches before these.
@@ -101,7 +105,8 @@ class GpuCache:
         while self._streams_to_await:
             stream_for(self.device, "rows").wait_stream(self._streams_to_await.pop())
         self._has_prefetched = True
-        found = self._admit(keys, window, must_fit=True)
+        moves = stream_for(self.device, "records") if self.device.type == "cuda" else None
+        found = self._admit(keys, window, must_fit=True, moves=moves)
         if found is not None:
             self._window = window
         return found
@@ -114,6 +119,7 @@ class GpuCache:
         must_fit: bool = False,
         first_error: Tensor | None = None,
         on_checked: Callable[[], None] | None = None,
+        moves: torch.cuda.Stream | None = None,
     ) -> tuple[UniqueRows, int] | None:
         """Admit a batch. If its ids do not fit beside those of the window: without one, or not at all."""
         if self.index.moving:
@@ -128,8 +134,9 @@ class GpuCache:
         number = self._n_admissions = self._n_admissions + (n > 0)
         self._oldest_protected = number + 1  # nothing is protected if a launch below raises
         unique = self._kernels.admit(
-            self.index, keys, self.location, window=window, first_error=first_error, on_checked=on_checked
-        )
+            self.index, keys, self.location,
+            window=window, first_error=first_error, on_checked=on_checked, moves=moves,
+        )  # fmt: skip
         if n == 0:
             self._oldest_protected = before
         else:
@@ -144,7 +151,7 @@ class GpuCache:
             self.in_graphs, self._window = True, 0
             if self._has_prefetched and self.device.type == "cuda":
                 with relaxed_capture():
-                    stream_for(self.device, "rows").synchronize()
+                    stream_for(self.device, "records").synchronize()
 
     # ---- order between streams: see the module's docstring
 
@@ -168,7 +175,7 @@ class GpuCache:
         stream = torch.cuda.current_stream(self.device.index)
         self._streams_to_await.add(stream)
         if self._has_prefetched:
-            stream.wait_stream(stream_for(self.device, "rows"))
+            stream.wait_stream(stream_for(self.device, "records"))
 
     # ---- rows
 
