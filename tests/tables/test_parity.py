@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -232,15 +233,24 @@ def test_momentum_that_goes_and_comes_back(steps: tuple[float, ...], where: str)
     assert_same(emb, expected, where)
 
 
+@pytest.mark.parametrize("steps_before", [0, 1])
 @pytest.mark.parametrize(
-    ("kind", "state", "option", "value"),
-    [("SGD", "momentum_buffer", "momentum", 0.9), ("Adam", "max_exp_avg_sq", "amsgrad", True)],
+    ("make", "state", "option", "value"),
+    [
+        (flatbed.optim.SGD, "momentum_buffer", "momentum", 0.9),
+        (partial(flatbed.optim.SGD, momentum=0.9), "_seen", "dampening", 0.5),
+        (flatbed.optim.Adam, "max_exp_avg_sq", "amsgrad", True),
+    ],
 )
-def test_state_that_rows_have_no_room_for(kind: str, state: str, option: str, value: Any, where: str) -> None:
+def test_state_that_rows_have_no_room_for(
+    make: Any, state: str, option: str, value: Any, steps_before: int, where: str
+) -> None:
     emb = Setup("host", where).embedding(weights())
-    optimizer = getattr(flatbed.optim, kind)(emb)
-    before = emb.read_rows([1])
+    optimizer = make(emb)
     emb(torch.tensor([1])).sum().backward()
+    for _ in range(steps_before):
+        optimizer.step()
+    before = emb.read_rows([1])
     optimizer.param_groups[0][option] = value
     with pytest.raises(FlatbedError, match=rf"\({state}\).*build the optimizer with the option set"):
         optimizer.step()
@@ -248,6 +258,48 @@ def test_state_that_rows_have_no_room_for(kind: str, state: str, option: str, va
     optimizer.param_groups[0][option] = type(value)()
     optimizer.step()
     assert not torch.equal(emb.read_rows([1]), before)
+
+
+def test_groups_in_another_order(where: str) -> None:
+    """A table keeps its own learning rate."""
+    tables = [Setup("host", where).embedding(weights()) for _ in range(2)]
+    groups = [{"params": [emb.table], "lr": lr} for emb, lr in zip(tables, (0.5, 0.0), strict=True)]
+    optimizer = flatbed.optim.SGD(groups)
+    before = [emb.read_rows([1]).clone() for emb in tables]
+    for _ in range(2):
+        (tables[0]([1]) + tables[1]([1])).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.param_groups.reverse()
+    torch.testing.assert_close(tables[0].read_rows([1]), before[0] - 1.0)
+    assert torch.equal(tables[1].read_rows([1]), before[1])
+
+
+def test_groups_that_are_replaced(where: str) -> None:
+    """The learning rate is that of the present groups."""
+    emb = Setup("host", where).embedding(weights())
+    optimizer = flatbed.optim.SGD(emb, lr=0.5)
+    emb([1]).sum().backward()
+    optimizer.step()
+    before = emb.read_rows([1]).clone()
+    optimizer.param_groups = [{**group, "lr": 0.0} for group in optimizer.param_groups]
+    optimizer.step()
+    assert torch.equal(emb.read_rows([1]), before)
+
+
+@pytest.mark.parametrize("load", ["state dict", "file"])
+def test_steps_after_a_load_count_on(load: str, where: str, tmp_path: Path) -> None:
+    emb = Setup("host", where).embedding(weights())
+    optimizer = flatbed.optim.Adam(emb)
+    for _ in range(2):
+        emb([1]).sum().backward()
+        optimizer.step()
+        if load == "file":
+            emb.table.save(tmp_path / "rows.safetensors")
+            emb.table.load(tmp_path / "rows.safetensors")
+        else:
+            optimizer.load_state_dict(optimizer.state_dict())
+    assert emb.table.scalars() == {"step": 2.0}
 
 
 def test_tables_without_gradient_are_left_alone(where: str) -> None:

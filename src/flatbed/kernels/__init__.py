@@ -50,7 +50,7 @@ def _has_triton() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class UniqueRows:
-    """The unique rows among ids, in ascending order."""
+    """The unique rows among ids, in ascending order. The torch reference sets `rows` and `inverse` alone."""
 
     rows: Tensor
     """int64; -1 for a key that is no row. Kernels pad it with -1 to the number of ids."""

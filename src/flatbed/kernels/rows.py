@@ -58,7 +58,7 @@ def segment_sum(grads: Tensor, found: UniqueRows, padding_idx: int | None) -> tu
     Gradients are added in the order of the ids, as in torch's embedding. The padding row becomes -1.
     """
     padding = NONE if padding_idx is None else padding_idx
-    if use_triton(grads.device):
+    if found.order is not None:  # by the kernels of `unique`
         from flatbed.kernels._triton import rows
 
         return rows.segment_sum(grads, found, padding)

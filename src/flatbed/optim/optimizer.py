@@ -74,7 +74,7 @@ class Optimizer(torch.optim.Optimizer):
     def _reset(self) -> None:
         """Start without a plan and without tables."""
         self._plan: Plan | None = None
-        self._tables = OptimizerTables()
+        self._tables = OptimizerTables(self._rule)
         self._stats = StepStats()
         self._retired: list[Plan] = []  # CUDA graphs hold launches of their steppers
         self._owns_tables = False

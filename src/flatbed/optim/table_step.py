@@ -226,8 +226,10 @@ def check_table(owner: Optimizer, name: str, table: Table, group: Group) -> None
 class OptimizerTables:
     """The tables of one optimizer, and a stepper for each of their devices."""
 
-    def __init__(self) -> None:
+    def __init__(self, rule: Rule) -> None:
         self.owned: list[OwnedTable] = []
+        self._switches = [name for name in (*rule.state.values(), *rule.row_scalars.values()) if name]
+        """The options that decide which state there is."""
         self._steppers: list[TableStepper] = []
         self._retired: list[TableStepper] = []  # CUDA graphs hold launches of these
         self._built_from: Any = None
@@ -269,6 +271,7 @@ class OptimizerTables:
                 value = store.scalars.get(name, rule.first_value(group, name))
                 if not (isinstance(value, Tensor) and (value.device, value.dtype) == (store.device, dtype)):
                     value = torch.tensor(float(value), dtype=dtype, device=store.device)
+                    self._built_from = None  # steppers have the addresses of the former scalars
                 scalars[name] = value
         store.scalars = scalars
         shown = {name: scalars[name] for name in rule.shown_scalars if name in scalars}
@@ -293,8 +296,8 @@ class OptimizerTables:
 
         Empty if no table has a gradient. Errors precede any change.
         """
-        several, rule, groups = world_size() > 1, owner._rule, owner.param_groups
-        capturing = any(is_capturing(owned.table._store.device) for owned in self.owned)
+        several, groups = world_size() > 1, owner.param_groups
+        capturing = any(map(is_capturing, {owned.table._store.device for owned in self.owned}))
         if several:
             self._refuse_on_several_ranks(owner, capturing=capturing)
         for owned in self.owned:
@@ -306,8 +309,9 @@ class OptimizerTables:
                 )
             if table._deferred_checks.pending and not capturing:
                 table._raise_bad_ids()
-            if any(part.captured != capturing for part in table._grads.parts):
-                _refuse_mixed_grads(owned)
+            for part in table._grads.parts:
+                if part.captured != capturing:
+                    _refuse_mixed_grads(owned)
         for owned in self.owned:
             if several:
                 exchange_grads(owned.table)
@@ -319,14 +323,11 @@ class OptimizerTables:
                 owned.table._local_io.reserve_space(owned.pack)
         if not any(owned.pack for owned in self.owned):
             return []
-        switches = [option for option in (*rule.state.values(), *rule.row_scalars.values()) if option]
-        key: list[Any] = [id(groups), len(groups)]  # all that the launches depend on
+        options = [[group[name] != 0 for name in self._switches] for group in groups]
+        key: list[Any] = [id(groups), options]  # all that the launches depend on
         for owned in self.owned:
-            store, group = owned.table._store, groups[owned.group]
-            if any(value.device != store.device for value in store.scalars.values()):
-                self.publish(owner, owned)  # scalars follow tables that moved
-            layout = store.device, store.ensure_layout().record, [*map(id, store.scalars.values())]
-            key.append((id(owned), *layout, owned.group, [group[option] != 0 for option in switches]))
+            store = owned.table._store
+            key.append((id(owned), store.device, store.ensure_layout().record, owned.group))
         if key != self._built_from:
             self._build_steppers(owner)
             self._built_from = key
@@ -360,6 +361,7 @@ class OptimizerTables:
         self._retired += [stepper for stepper in self._steppers if stepper.captured]
         by_device: dict[torch.device, list[OwnedTable]] = {}
         for owned in self.owned:
+            self.publish(owner, owned)  # scalars follow tables that moved
             by_device.setdefault(owned.table._store.device, []).append(owned)
         vectors = owner._stats.of("tables", by_device)
         self._steppers = [
