@@ -28,7 +28,6 @@ from benchmarks import harness
 from benchmarks.cases.cache import (
     EAGER,
     PREFETCHED,
-    RESERVED,
     SPECS,
     Bench,
     Setting,
@@ -45,7 +44,7 @@ FILL_STEPS = 300
 DISK_MS = 5.0
 PLAN = Plan(turns=3, warm_up=10, settle=5, blocks=3, block_steps=20)
 SMALL_PLAN = Plan(turns=2, warm_up=1, settle=1, blocks=1, block_steps=2)
-VARIANTS = (EAGER, PREFETCHED, RESERVED)
+VARIANTS = (EAGER, PREFETCHED)
 
 
 # ---- models

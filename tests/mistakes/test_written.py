@@ -117,8 +117,6 @@ DATA: list[Row] = [
     ("Prefetcher([], device='meta')", FlatbedError, "meta"),
     ("Prefetcher([], device='gpu')", ValueError, "device.*gpu"),
     ("Prefetcher([], device='cuda')", ValueError, 'no CUDA GPU.*device="cpu"'),
-    ("Prefetcher([], reserve_sms='all')", ValueError, "number of SMs.*found 'all'"),
-    ("Prefetcher([], reserve_sms=-1)", ValueError, "number of SMs.*found -1"),
     ("Prefetcher(iter(()), pin=True)", TypeError, "found tuple_iterator: give a list"),
     ("len(Prefetcher(iter([]), device='cpu'))", TypeError, "iterator"),
     ("list(Prefetcher([{'x': [1, 10]}], {emb: 'x'}))", IndexError, r"Table\(10 × 4.*id 10 at position 1"),

@@ -28,7 +28,6 @@ import torch
 from flatbed.cuda.streams import relax_capture, stream_for
 from flatbed.data.batches import BatchMover, MovedBatch, Selector, map_leaves, select_ids, without_rows
 from flatbed.data.loader_ranks import NO_BATCH, LoaderRanks
-from flatbed.data.sm_reserve import SmPolicy
 from flatbed.distributed.ranks import reason_of
 from flatbed.tables.lookup import PrefetchRequest, RowPrefetch
 
@@ -95,12 +94,10 @@ class Pipeline:
         mover: BatchMover,
         *,
         depth: int,
-        sms: SmPolicy | None = None,
         ranks: LoaderRanks | None = None,
     ) -> None:
         self.batches: Iterator[Any] = batches
-        self.sms, self.ranks = sms, ranks
-        self.lookups, self.mover, self.depth = lookups, mover, depth
+        self.lookups, self.mover, self.depth, self.ranks = lookups, mover, depth, ranks
         self.ready: deque[PendingBatch] = deque()
         self.in_use: PendingBatch | None = None
         self.is_threaded = self.is_closed = False
@@ -235,8 +232,6 @@ class Pipeline:
             self.ranks.end()
         self.batches = iter(())  # ends the processes of a DataLoader
         self._discard_results()
-        if self.sms is not None:
-            self.sms.reserve.set(0)
         if not self.is_in_next:
             self.finish_batches()
         self.join(JOIN_SECONDS)  # last, since it may be interrupted
@@ -346,8 +341,6 @@ class PrefetchIterator(Iterator[Any]):
             pending.moved = None  # the loop alone holds the batch, which may be large
             if pipeline.is_threaded:
                 pipeline.permit(earlier_steps)
-            if pipeline.sms is not None:
-                pipeline.sms.adjust()
             return batch
         except StopIteration:
             raise

@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader
 from flatbed.data.batches import BatchMover, Selector, pinned_batches
 from flatbed.data.loader_ranks import UNEVEN, LoaderRanks, common_channel
 from flatbed.data.pipeline import Pipeline, PrefetchIterator
-from flatbed.data.sm_reserve import SmPolicy
 from flatbed.errors import FlatbedError
 from flatbed.tables.config import device_of
 from flatbed.tables.embedding import TableModule
@@ -38,9 +37,6 @@ class Prefetcher:
     - `device`: by default that of the tables; without tables the current GPU, or the CPU if there is none.
     - `pin`: copies the arrays of a list of batches into pinned memory once, at the first iteration. Later
       changes of the list have no effect. Without a GPU it changes nothing.
-    - `reserve_sms`: SMs that matrix multiplications leave to the kernels that move rows, while the loop runs:
-      a number, or "auto" for 4 while enough rows are missing in the caches to pay for them. By default none.
-      Without a GPU, tables or prefetched rows it changes nothing.
     - `uneven`: what happens when the loader of one rank ends before the others, if a table of
       `lookups` is sharded (`shard="row"`). All ranks take part in every lookup and
       step, so no rank can go on alone:
@@ -87,7 +83,6 @@ class Prefetcher:
         depth: int = 2,
         device: Any = None,
         pin: bool = False,
-        reserve_sms: int | str | None = None,
         uneven: str = "stop",
     ) -> None:
         if isinstance(loader, Tensor | np.ndarray | str | bytes | Mapping):
@@ -102,14 +97,11 @@ class Prefetcher:
             )
         if operator.index(depth) < 0:
             raise ValueError(f"depth is a number of batches, 0 or more; found {depth}")
-        if not (reserve_sms in (None, "auto") or (isinstance(reserve_sms, int) and reserve_sms >= 0)):
-            raise ValueError(f'reserve_sms is a number of SMs, "auto" or None; found {reserve_sms!r}')
         if uneven not in UNEVEN:
             raise ValueError(f'uneven is "stop", "empty" or "error"; found {uneven!r}')
         self.loader = loader
         self.depth = operator.index(depth)
         self.pin = pin
-        self.reserve_sms = reserve_sms
         self.uneven = uneven
         self._selectors = selectors_by_table(lookups)
         self._channel = common_channel([*self._selectors])
@@ -133,9 +125,6 @@ class Prefetcher:
         is_pinned = self.pin and device.type == "cuda"
         is_reused = self.depth > 0 and not is_pinned and _may_reuse(self.loader)
         mover = BatchMover(device, is_reused=is_reused)
-        sms = None
-        if self.reserve_sms is not None and self.depth and self._selectors:
-            sms = SmPolicy(device, [*self._selectors], self.reserve_sms)
         if self._previous is not None and self._previous.is_closed:
             self._previous.join(PREVIOUS_SECONDS)  # persistent workers are not for two threads
         # The loader's iterator is made here and not in the thread: DataLoaders draw a seed and fork then.
@@ -144,7 +133,7 @@ class Prefetcher:
         ranks = None
         if self._channel is not None:
             ranks = LoaderRanks(self._channel, [*self._selectors], uneven=self.uneven, depth=self.depth)
-        self._previous = Pipeline(batches, lookups, mover, depth=self.depth, sms=sms, ranks=ranks)
+        self._previous = Pipeline(batches, lookups, mover, depth=self.depth, ranks=ranks)
         return PrefetchIterator(self._previous)
 
     def _begin(self, mover: BatchMover) -> Iterator[Any]:
