@@ -85,6 +85,13 @@ def load_checkpoint(
     `folder` may be a version in the folder that ``keep=`` has kept. With torch.distributed, all ranks call
     this, and all raise if one of them cannot load. Their number may differ from that at the save: each rank
     reads the rows that it holds of tables with ``shard="row"``.
+
+    >>> import flatbed, tempfile
+    >>> emb, folder = flatbed.Embedding(1000, 8), tempfile.mkdtemp()
+    >>> optimizer = flatbed.optim.Adam(emb)
+    >>> flatbed.save_checkpoint(folder, emb, optimizer, extra={"epoch": 1})
+    >>> flatbed.load_checkpoint(folder, emb, optimizer)
+    {'epoch': 1}
     """
     with Lockstep("loading a checkpoint") as lockstep, ExitStack() as undo:
         folder = as_path(folder, "folder").absolute()

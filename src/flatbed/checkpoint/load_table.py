@@ -44,6 +44,12 @@ def load_table(
     ``read_only=True`` opens the file of a disk table for serving: without lock or write access, in several
     processes at once, also while another process trains it. Its rows are those of the last completed
     checkpoint, and follow later ones.
+
+    >>> import flatbed, tempfile
+    >>> path = tempfile.mkdtemp() + "/items.safetensors"
+    >>> flatbed.Embedding(1000, 8).table.save(path)
+    >>> flatbed.load_table(path)
+    Table(1000 × 8, torch.float32, host)
     """
     path, target = as_path(path).absolute(), None if to is None else as_path(to, "to").absolute()
     if name is not None and not path.is_dir():

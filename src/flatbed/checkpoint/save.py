@@ -109,8 +109,6 @@ def save_checkpoint(
     >>> optimizer = flatbed.optim.Adam(emb)
     >>> folder = tempfile.mkdtemp()
     >>> flatbed.save_checkpoint(folder, emb, optimizer, extra={"epoch": 1})
-    >>> flatbed.load_checkpoint(folder, emb, optimizer)
-    {'epoch': 1}
     >>> flatbed.load_table(folder)
     Table(1000 × 8, torch.float32, host, state exp_avg, exp_avg_sq)
     """

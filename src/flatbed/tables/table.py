@@ -38,6 +38,12 @@ class Table(TableParameter):
     memory of its own: torch's C++ code sees an empty tensor. Rows are read and written by `read_rows` and
     `write_rows`. `grad` is the gradient of the rows that were looked up, `grad_rows` says which they are.
     Optimizers of `flatbed.optim` update it (`flatbed.optim.from_torch` takes any elementwise class of torch).
+
+    >>> import flatbed, torch
+    >>> table = flatbed.Embedding(1000, 8, init="zeros").table
+    >>> table.write_rows([3], torch.ones(1, 8))
+    >>> table.read_rows([3, 4]).sum(dim=1)
+    tensor([8., 0.])
     """
 
     _store: RowStore  # rows of this rank: all of them, unless the table is sharded
