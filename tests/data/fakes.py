@@ -70,7 +70,7 @@ class FakePrefetch:
         request.state, request.tensors = "begun", []
         self._note("begin", request)
 
-    def finish(self, request: FakeRequest) -> None:
+    def finish(self, request: FakeRequest, *, is_left: bool = False) -> None:
         assert request.state != "finished", "the prefetcher finishes each request once"
         request.state = "finished"
         self._note("finish", request)

@@ -230,12 +230,12 @@ def test_delays_in_every_stream(storage: str, tmp_path: Path) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     torch.cuda.synchronize()
     user = torch.cuda.Stream()
-    streams = [user, stream_for(device, "rows"), stream_for(device, "batches")]
+    streams = [user, *(stream_for(device, purpose) for purpose in ("rows", "records", "batches"))]
     with torch.no_grad(), torch.cuda.stream(user):
         bad = torch.zeros((), dtype=torch.long, device="cuda")
         for n, batch in enumerate(prefetched):
-            with torch.cuda.stream(streams[n % 3]):
-                torch.cuda._sleep(3_000_000 * (n % 4))
+            with torch.cuda.stream(streams[n % 4]):
+                torch.cuda._sleep(3_000_000 * (n % 3))
             bad += (batch["items"] != batch["array"]).sum()
             bad += (emb(batch["items"]) != table[batch["items"]]).sum()
             del batch

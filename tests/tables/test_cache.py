@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from flatbed.kernels import cache as decisions
 from flatbed.kernels._triton import cache as kernels
 from flatbed.tables.cache import gpu
 from flatbed.tables.cache.base import LookupBatch
+from flatbed.tables.lookup import RowPrefetch
 from tests.tables.tables import cached_rows
 
 CPU = torch.device("cpu")
@@ -432,6 +434,45 @@ class TestOrder:
         assert step.before == {0, 1, 2}
         assert simulation.conflicts() == 0
         assert lookup.rows == {1, 2}
+
+    def test_a_captured_lookup_ends_prefetching(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A replay may read rows at any time."""
+        simulation = Simulation(monkeypatch, N_ROWS, 1, 1)
+        monkeypatch.setattr(gpu, "is_capturing", lambda device: True)
+        simulation.use(None, torch.tensor([1, 2]))
+        assert simulation.cache.prefetch(torch.tensor([3]), window=1, reservation=None) is None
+
+    def test_work_waits_for_an_admission_that_failed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        simulation = Simulation(monkeypatch, N_ROWS, 1, 1)
+        admit = kernels.admit
+
+        def fail(*args: Any, moves: Stream, **options: Any) -> None:
+            simulation.issue({1}, "decisions")
+            raise MemoryError
+
+        monkeypatch.setattr(kernels, "admit", fail)
+        with pytest.raises(MemoryError):
+            simulation.prefetch([torch.tensor([1])])
+        simulation.current = simulation.training
+        monkeypatch.setattr(kernels, "admit", admit)
+        simulation.cache.admit(torch.tensor([1, 2]))
+        assert simulation.conflicts() == 0
+
+    @pytest.mark.parametrize("is_left", [True, False])
+    def test_memory_of_the_last_batch_is_kept_for_its_step(
+        self, is_left: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A loop that goes on lets "rows" wait instead."""
+        emb, stream, record, begin = made(N_ROWS, N_ROWS), Stream(), mock.Mock(), RowPrefetch.begin
+        monkeypatch.setattr(LookupBatch, "record_stream", record)
+        monkeypatch.setattr(RowPrefetch, "begin", lambda self, request, _: begin(self, request, stream))
+        batches = [torch.arange(n, n + 3) for n in range(5)]
+        for n, ids in enumerate(flatbed.Prefetcher(batches, {emb: lambda batch: batch})):
+            emb(ids)
+            assert not record.called
+            if is_left and n == 2:
+                break
+        assert record.call_args_list == [mock.call(stream)] * is_left
 
     @pytest.mark.parametrize("name", ["protects", "wait_for_prefetch", None])
     def test_each_rule_is_needed(self, name: str | None, monkeypatch: pytest.MonkeyPatch) -> None:

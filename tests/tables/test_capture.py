@@ -256,7 +256,7 @@ def with_delays(model: Model, optimizer: Any, *, depth: int, n_passes: int = 1) 
     """Random pauses in every stream, and an evaluation in the middle; `depth` 0 trains without them."""
     lookups = {model.items: lambda b: b, model.users: lambda b: [b, b.flip(0)]}
     device = torch.device("cuda", torch.cuda.current_device())
-    streams = [torch.cuda.current_stream(), stream_for(device, "rows"), stream_for(device, "batches")]
+    streams = [torch.cuda.current_stream(), *(stream_for(device, p) for p in ("rows", "records", "batches"))]
     chance = torch.Generator().manual_seed(depth)
 
     def over(given: list[Tensor]) -> Any:

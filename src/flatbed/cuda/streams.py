@@ -29,11 +29,12 @@ Events between them, and the reason for each
 | `arrived`, for loaders that reuse memory | the loader's stream | the loader writes to these tensors again |
 | "scan", after a block | training | `topk` compares queries with the block |
 
-`record_stream` tells torch's allocator of memory that another stream uses: batches, which training uses, and
-ids of "batches", or of a list on the GPU, which "rows" reads, and decisions, which "records" reads. Other
-memory of "rows", of admissions, needs none: each `next` lets "rows" wait for all streams that were the
-training stream of the loop before it allocates, and drops the admissions of a batch only then. Staging memory
-is pinned by torch's allocator, which keeps a block until its copy is done.
+`record_stream` tells torch's allocator of memory that another stream uses: batches, which training uses; ids
+of "batches", or of a list on the GPU, which "rows" reads; decisions, which "records" reads. Other memory of
+"rows", of admissions, needs none: each `next` lets "rows" wait for all streams that were the training stream
+of the loop before it allocates, and drops the admissions of a batch only then. A loop that is left drops
+those of its last batch at once, and records the training stream. Staging memory is pinned by torch's
+allocator, which keeps a block until its copy is done.
 
 CUDA graphs are captured in the user's stream. From the first captured lookup on, a table's rows are not
 prefetched to the GPU: see `tables.cache.gpu`.

@@ -62,14 +62,14 @@ class PendingBatch:
     ready: Any = None
     """The event after copies, admissions and moves of records; None on a CPU."""
 
-    def finish(self) -> None:
-        """End all requests, each once, also if two threads do so."""
+    def finish(self, *, is_left: bool = False) -> None:
+        """End all requests, each once, also if two threads do so. `is_left`: the loop ends in its step."""
         while True:
             try:
                 prefetch, request = self.requests.popleft()
             except IndexError:
                 return
-            prefetch.finish(request)
+            prefetch.finish(request, is_left=is_left)
 
 
 @dataclass(slots=True)
@@ -239,7 +239,7 @@ class Pipeline:
     def finish_batches(self) -> None:
         """Finish the batches that the training thread has taken. Two threads may do so."""
         if self.in_use is not None:
-            self.in_use.finish()
+            self.in_use.finish(is_left=True)
         with suppress(IndexError):
             while True:
                 self.ready.popleft().finish()
@@ -394,9 +394,9 @@ class PrefetchIterator(Iterator[Any]):
             assert taken.moved is not None
             moved = taken.moved.tensors
             taken.ready = taken.moved.arrived
+            if rows is not None and taken.requests and taken.moved.arrived is not None:
+                rows.wait_event(taken.moved.arrived)
             for prefetch, request in taken.requests:
-                if rows is not None and taken.moved.arrived is not None:
-                    rows.wait_event(taken.moved.arrived)
                 for tensor in request.tensors if rows is not None else ():
                     if taken.moved.arrived is not None or tensor.is_cuda:  # no memory of "rows"
                         moved[id(tensor)].record_stream(rows)  # type: ignore[arg-type,unused-ignore]

@@ -342,7 +342,7 @@ class RowPrefetch:
         window = (self.depth + 1) * len(lookups) - 1
         for lookup in lookups:
             ids = moved[id(lookup.source)]
-            if cache is not None:
+            if cache is not None and ids.device == self.store.device:  # the table may have moved in the loop
                 rows = ids if lookup.exchanged is None else moved[id(lookup.exchanged.rows)]
                 keys = rows.flatten().to(key_dtype(self.store.config.n_rows, self.store.device))
                 reserved_in, reservation = lookup.reserved or (None, None)
@@ -386,15 +386,18 @@ class RowPrefetch:
 
     # ---- in any thread
 
-    def finish(self, request: PrefetchRequest) -> None:
+    def finish(self, request: PrefetchRequest, *, is_left: bool = False) -> None:
         """End the lookups: they are no longer found. Idempotent.
 
-        Reservations in the cache of a disk table end after the training work issued so far. In a `GpuCache`,
-        windows alone decide which rows may be evicted.
+        If the loop `is_left`, no `next` lets the stream "rows" wait for the last step before the memory of
+        the batch is used again. Reservations in the cache of a disk table end after the training work issued
+        so far. In a `GpuCache`, windows alone decide which rows may be evicted.
         """
         reserved = []
         for lookup in request.lookups:
             if lookup.batch is not None:
+                if is_left and self._training_stream is not None:
+                    lookup.batch.record_stream(self._training_stream)
                 with suppress(ValueError):
                     self.table._prefetched.remove(lookup.batch)
             if lookup.reserved is not None:

@@ -39,6 +39,13 @@ class LookupBatch:
     exchanged: Exchanged | None = None
     """Of a sharded table: the rows that ranks have asked each other for. Values are read later."""
 
+    def record_stream(self, stream: torch.cuda.Stream) -> None:
+        """Keep the memory of the keys and of their unique rows until this stream has used it."""
+        found = self.unique
+        for tensor in (self.keys, found.rows, found.inverse, found.order, found.starts, found.rank):
+            if tensor is not None:
+                tensor.record_stream(stream)  # type: ignore[arg-type,unused-ignore]
+
 
 @dataclass(frozen=True, slots=True)
 class CacheStats:

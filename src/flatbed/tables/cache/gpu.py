@@ -22,8 +22,8 @@ into the cache together, so that all their rows are in slots.
   `wait_for_prefetch`: the current stream waits for the stream "records", and the next prefetch waits for the
   current stream.
 - The index's clock on the device and `_n_admissions` on the host count the same admissions.
-- CUDA graphs run admissions that the host does not count. From the first captured admission on, nothing is
-  prefetched and nothing is protected.
+- CUDA graphs run admissions that the host does not count, and lookups at any time. From the first capture of
+  either on, nothing is prefetched and nothing is protected.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class GpuCache:
         self.location = RecordLocation(storage.memory, self.records, self.index.slot_of_row, self.index.dirty)
         """Where kernels find records."""
         self.in_graphs = False
-        """True once a CUDA graph has captured an admission."""
+        """True once a CUDA graph has captured an admission or a lookup."""
         self._n_admissions = 0
         self._sizes: deque[int] = deque(maxlen=MAX_WINDOW)  # ids of the last admissions
         self._window = 0
@@ -87,8 +87,6 @@ class GpuCache:
 
         Calls `on_checked` when the kernel that writes `first_error` is issued, before rows move.
         """
-        if is_capturing(self.device):
-            self._enter_graph()
         self.wait_for_prefetch()
         found = self._admit(keys, self._window, first_error=first_error, on_checked=on_checked)
         assert found is not None
@@ -106,7 +104,12 @@ class GpuCache:
             stream_for(self.device, "rows").wait_stream(self._streams_to_await.pop())
         self._has_prefetched = True
         moves = stream_for(self.device, "records") if self.device.type == "cuda" else None
-        found = self._admit(keys, window, must_fit=True, moves=moves)
+        try:
+            found = self._admit(keys, window, must_fit=True, moves=moves)
+        except BaseException:
+            if moves is not None:  # later work waits for this stream alone
+                moves.wait_stream(torch.cuda.current_stream(self.device.index))
+            raise
         if found is not None:
             self._window = window
         return found
@@ -146,7 +149,7 @@ class GpuCache:
         return unique, number
 
     def _enter_graph(self) -> None:
-        """End prefetching for good, since replays run admissions that the host does not see."""
+        """End prefetching for good, since the host does not see what replays do."""
         if not self.in_graphs:
             self.in_graphs, self._window = True, 0
             if self._has_prefetched and self.device.type == "cuda":
@@ -167,15 +170,22 @@ class GpuCache:
         return batches[numbers.index(min(numbers))]
 
     def wait_for_prefetch(self) -> None:
-        """Order the current stream after all prefetches, and the next prefetch after the current stream."""
+        """Order the current stream after all prefetches, and the next prefetch after the current stream.
+
+        In the capture of a CUDA graph, end prefetching.
+        """
         if self.index.moving:
             raise FlatbedError(INTERRUPTED)
-        if self.device.type != "cuda" or is_capturing(self.device):
+        if self.device.type != "cuda":
+            return
+        if is_capturing(self.device):
+            self._enter_graph()
             return
         stream = torch.cuda.current_stream(self.device.index)
-        self._streams_to_await.add(stream)
-        if self._has_prefetched:
-            stream.wait_stream(stream_for(self.device, "records"))
+        if stream not in self._streams_to_await:  # otherwise there was no prefetch since
+            if self._has_prefetched:
+                stream.wait_stream(stream_for(self.device, "records"))
+            self._streams_to_await.add(stream)
 
     # ---- rows
 
