@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import sys
 import threading
-import time
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -46,7 +45,6 @@ def main() -> None:
             emb(next(prefetched)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-            time.sleep(0.3)  # until the loader thread has the next batch
         is_tracing = False
     sys.setprofile(None)
     for path in sorted({path for path, _ in calls}):

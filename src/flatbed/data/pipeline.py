@@ -60,7 +60,7 @@ class PendingBatch:
     """For each table, the rows that it prefetches for this batch."""
     moved: MovedBatch | None = None
     ready: Any = None
-    """The event after copies, admissions and moves of records; None on a CPU."""
+    """The event after copies, admissions and moves of records; None on a CPU, or with a depth of 0."""
 
     def finish(self, *, is_left: bool = False) -> None:
         """End all requests, each once, also if two threads do so. `is_left`: the loop ends in its step."""
@@ -98,7 +98,7 @@ class Pipeline:
     ) -> None:
         self.batches: Iterator[Any] = batches
         self.lookups, self.mover, self.depth, self.ranks = lookups, mover, depth, ranks
-        self.ready: deque[PendingBatch] = deque()
+        self.admitted: deque[PendingBatch] = deque()
         self.in_use: PendingBatch | None = None
         self.is_threaded = self.is_closed = False
         self.is_in_next = False
@@ -117,7 +117,7 @@ class Pipeline:
         """The stream of the loader threads; without threads, batches are copied in the current stream."""
         self._process = os.getpid()
 
-    # ---- in the loader threads
+    # ---- in the loader threads; `load` also in the training thread
 
     def _run(
         self,
@@ -219,7 +219,7 @@ class Pipeline:
 
     def permit(self, earlier_steps: Any) -> None:
         """Let the threads load so many batches that `depth` batches are ahead, after the event given."""
-        for _ in range(self.depth - self.n_permits - len(self.ready)):
+        for _ in range(self.depth - self.n_permits - len(self.admitted)):
             self.n_permits += 1
             self.permits.put(earlier_steps)
 
@@ -242,7 +242,7 @@ class Pipeline:
             self.in_use.finish(is_left=True)
         with suppress(IndexError):
             while True:
-                self.ready.popleft().finish()
+                self.admitted.popleft().finish()
 
     def join(self, seconds: float) -> None:
         """Wait for the threads, at most so long; never for the thread that calls this."""
@@ -324,11 +324,11 @@ class PrefetchIterator(Iterator[Any]):
                 pipeline.ranks.begin()
             with self._in_rows:
                 self._take_batches()
-            if pipeline.is_closed or not pipeline.ready:  # another thread may close, or the loader
+            if pipeline.is_closed or not pipeline.admitted:  # another thread may close, or the loader
                 self._raise_end()
             if pipeline.ranks is not None:
                 pipeline.ranks.take_batch()
-            pending = pipeline.in_use = pipeline.ready.popleft()
+            pending = pipeline.in_use = pipeline.admitted.popleft()
             assert pending.moved is not None
             if stream is not None:
                 stream.wait_event(pending.ready)
@@ -366,21 +366,21 @@ class PrefetchIterator(Iterator[Any]):
         raise StopIteration
 
     def _take_batches(self) -> None:
-        """Take all batches that are loaded; wait for one only if none is ready.
+        """Take the batches that threads have loaded, or wait for one if there is none; or load batches here.
 
-        Their rows are admitted in the stream "rows", after the copies of the ids. Without threads, batches
-        are loaded here, and copied in that stream.
+        Their rows are admitted in the stream "rows", after the copies of the ids. Batches that are loaded
+        here are copied in that stream, too.
         """
         pipeline, rows, records = self._pipeline, self._rows, self._records
         while self._end is None:
             if pipeline.needs_threads and not pipeline.is_threaded:
                 pipeline.start()
             if pipeline.is_threaded:
-                if not pipeline.n_permits or (pipeline.ready and pipeline.results.empty()):
+                if not pipeline.n_permits or (pipeline.admitted and pipeline.results.empty()):
                     return
                 pipeline.n_permits -= 1
                 taken = pipeline.results.get()
-            elif len(pipeline.ready) <= pipeline.depth:
+            elif len(pipeline.admitted) <= pipeline.depth:
                 try:
                     taken = pipeline.load(None)
                 except Exception as error:  # raised after the batches before it
@@ -390,7 +390,7 @@ class PrefetchIterator(Iterator[Any]):
             if isinstance(taken, End):
                 self._end = taken
                 return
-            pipeline.ready.append(taken)
+            pipeline.admitted.append(taken)
             assert taken.moved is not None
             moved = taken.moved.tensors
             taken.ready = taken.moved.arrived

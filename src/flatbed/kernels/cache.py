@@ -46,7 +46,7 @@ class CacheIndex:
         self.clock = torch.zeros(1, dtype=torch.int64, device=device)
         self.counts = torch.zeros(len(COUNTS), dtype=torch.int64, device=device)
         self.moving = False
-        """True while the maps name slots whose records kernels have still to move."""
+        """True while the host issues an admission: no kernel yet moves the records that the maps name."""
 
     def clear(self) -> None:
         """Empty all slots without writing anything back."""

@@ -41,7 +41,7 @@ def prepare_lookup(
     if records_grad and device.type == "cuda" and checks.graph_error is None and not capturing:
         checks.prepare_capture(device, n_rows)
     if table._prefetched and lead is None and not capturing and isinstance(ids, Tensor):
-        batch = _prefetched(table, ids, records_grad=records_grad)
+        batch = _find_prefetched(table, ids, records_grad=records_grad)
         if batch is not None:
             return batch
     if isinstance(table._row_io, ShardedRowIO):
@@ -71,7 +71,7 @@ def prepare_lookup(
     return LookupBatch(given.shape, keys, found if lead is None else _without_lead(found), cache, admission)
 
 
-def _prefetched(table: Table, ids: Tensor, *, records_grad: bool) -> LookupBatch | None:
+def _find_prefetched(table: Table, ids: Tensor, *, records_grad: bool) -> LookupBatch | None:
     """Return the prefetched batch that was made of these ids, if their memory has not changed since."""
     version = -1 if ids.is_inference() else ids._version
     for batch in table._prefetched:
@@ -262,7 +262,7 @@ class RowPrefetch:
         """True if `read` takes long enough for a thread of its own."""
         self._training_stream: torch.cuda.Stream | None = None
 
-    # ---- in the loader threads
+    # ---- where batches are loaded: in the training thread, or in loader threads
 
     def check(self, ids: list[Tensor], *, at_once: bool) -> PrefetchRequest:
         """Raise IndexError for ids out of range: here if `at_once`, otherwise in `begin`."""

@@ -13,8 +13,12 @@ into the cache together, so that all their rows are in slots.
 
 - The `next` that hands out a batch lets the stream "rows" wait for the training work before it, and then
   admits later batches. Their windows reach back to the batch handed out. So its step and their admissions
-  run at the same time. Prefetches need no order among themselves: decisions run in one stream, and moves
-  in another.
+  run at the same time. With a depth of 2 and one lookup per batch, windows are 2. The `next` of batch 5 lets
+  "rows" wait for step 4, admits batch 7, and hands out batch 5. Admission 7 takes no slots of batches 5 to 7.
+  (Loader threads may deliver batch 7 one `next` later; then admission 7 waits for step 5, too.)
+- Moves wait for the decisions on them, and so for the same training work. Decisions need not wait for earlier
+  moves: they touch no records. A row that one admission evicts and the next one wants is written back and
+  read again in this order, since all moves run in one stream.
 - Training work on the batch with admission t needs no order with prefetches, if `protects(t)`: no later
   admission so far could evict the batch's rows (t >= `_oldest_protected`), and those of the next `next` wait
   for the work. The `next` that hands out a batch orders its step after admission t itself.
@@ -93,10 +97,10 @@ class GpuCache:
         return found
 
     def prefetch(self, keys: Tensor, *, window: int, reservation: object) -> tuple[UniqueRows, int] | None:
-        """Admit a batch ahead of time, in the streams "rows" and "records"; None if its rows cannot be kept.
+        """Admit a batch ahead of time; None if its rows cannot be kept.
 
-        They are, if its ids fit in addition to those of the last `window` admissions. The stream is ordered
-        after the training work on all batches before these.
+        They are, if its ids fit in addition to those of the last `window` admissions. The current stream,
+        "rows", is ordered after the training work on all batches before these. Records move in "records".
         """
         if self.in_graphs:
             return None
@@ -159,7 +163,11 @@ class GpuCache:
     # ---- order between streams: see the module's docstring
 
     def protects(self, batch: LookupBatch | None) -> bool:
-        """Return True if no prefetch moves the rows of this batch before work that is issued now ends."""
+        """Return True if no prefetch moves the rows of this batch before work that is issued now ends.
+
+        Later prefetches wait for the stream that is current at the next `PrefetchIterator.__next__`: this
+        work is in that stream, or ordered before it.
+        """
         if batch is None or batch.cache is not self or self.in_graphs:
             return False
         return batch.admission is not None and batch.admission >= self._oldest_protected
