@@ -321,6 +321,18 @@ def test_copies_train_on_by_themselves(where: str, copied: Callable[[Any], Any])
     assert optimizer.state[next(model.parameters())] is not twin_optimizer.state[next(twin.parameters())]
 
 
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
+def test_copies_round_as_the_original_does(where: str, copied: Callable[[Any], Any]) -> None:
+    model = build("mixed", where).bfloat16()
+    optimizer = flatbed.optim.SGD(model.parameters(), lr=0.1, stochastic_rounding=True)
+    give_grads(model)
+    optimizer.step()
+    twin, twin_optimizer = copied((model, optimizer))
+    train_both(model, twin, optimizer, twin_optimizer, range(2))
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
 def test_nothing_keeps_a_dropped_optimizer_alive(where: str) -> None:
     model = build("mixed", where)
     optimizer = flatbed.optim.Adam(model.parameters())

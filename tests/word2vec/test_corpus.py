@@ -75,6 +75,8 @@ def test_encodings(tmp_path: Path) -> None:
         assert read_corpus(file).words == ["caf\ufffd", "caf"]
     with pytest.raises(ValueError, match=r"unknown encoding: latin1000: .* such as latin-1"):
         read_corpus(file, encoding="latin1000")
+    with pytest.raises(ValueError, match=r"'rot13' is not a text encoding"):
+        read_corpus(file, encoding="rot13")
     file.write_text("café caf", encoding="utf-16")
     assert read_corpus(file, encoding="utf-16").words == ["caf", "café"]
     content = random.Random(0).randbytes(1000)

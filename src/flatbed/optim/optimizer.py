@@ -217,7 +217,7 @@ class Optimizer(torch.optim.Optimizer):
         return "".join([super().__repr__()[:-1], *(["All groups\n", *lines] if lines else []), ")"])
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("_options", "_norm_group", "_state_sharding")
+        names = ("_options", "_norm_group", "_state_sharding", "_stats")
         own = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         return {**super().__getstate__(), **own}
 

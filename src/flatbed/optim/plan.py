@@ -85,6 +85,10 @@ class StepStats:
         for vector in self._all():
             vector[STEPS] = n_steps
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy continues from the number of steps, on any device."""
+        return {"_vectors": {}, "_first_step": self.n_steps}
+
 
 class MasterWeights:
     """The slots that have an fp32 master weight, and their parameters' versions after the last step."""

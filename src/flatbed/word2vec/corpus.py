@@ -133,6 +133,7 @@ def read_corpus(
     """
     files = [Path(paths)] if isinstance(paths, str | Path) else [Path(path) for path in paths]
     try:
+        "".encode(encoding)  # raises for codecs of bytes, which lookup finds, too
         codec = codecs.lookup(encoding).name
     except LookupError as error:
         raise ValueError(f"{error}: give the name of a codec of Python, such as latin-1") from error
