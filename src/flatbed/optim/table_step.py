@@ -315,8 +315,6 @@ class OptimizerTables:
         for owned in self.owned:
             if several:
                 exchange_grads(owned.table)
-            if not owned.table._needs_grad:
-                owned.table.grad = None
             owned.pack = owned.table._grads.packed()
         for owned in self.owned:
             if owned.pack is not None and owned.table._store.config.storage == "disk":
