@@ -30,15 +30,19 @@ def make_tables(settings: Settings, n_words: int) -> tuple[nn.ModuleDict, torch.
     options: dict[str, Any] = {"storage": settings.storage, "device": device, "seed": settings.seed}
     if settings.storage != "device":
         options["cache_rows"] = settings.cache_rows
-    paths: list[Any] = [*table_files(settings)] or [None, None]
-    first = {**options, "path": paths[0], "init": ("uniform", -1 / dim, 1 / dim)}  # as in gensim
+    # The trainer says which files it continues, or refuses them.
+    files: list[dict[str, Any]] = [{"path": p, "resume": p.exists()} for p in table_files(settings)] or [
+        {},
+        {},
+    ]
+    first = {**options, **files[0], "init": ("uniform", -1 / dim, 1 / dim)}  # as in gensim
     inputs: nn.Module
     if settings.buckets:
         n_rows = n_words + settings.buckets
         inputs = EmbeddingBag(n_rows, dim, mode="mean", include_last_offset=True, **first)
     else:
         inputs = Embedding(n_words, dim, **first)
-    outputs = Embedding(n_words, dim, init="zeros", path=paths[1], **options)
+    outputs = Embedding(n_words, dim, init="zeros", **files[1], **options)
     model = nn.ModuleDict({"inputs": inputs, "outputs": outputs})
     rate = {} if settings.learning_rate is None else {"lr": settings.learning_rate}
     return model, find_optimizer(settings.optimizer)(model, **rate, **settings.defaults.options)
