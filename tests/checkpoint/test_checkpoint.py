@@ -270,6 +270,16 @@ def test_disk_table_with_a_later_checkpoint_raises(tmp_path: Path) -> None:
     run.assert_refuses("in another folder")
 
 
+def test_growing_a_disk_table_names_the_folder_that_cannot_be_loaded_any_more(tmp_path: Path) -> None:
+    run = Saved(tmp_path)
+    table = run.model.second.table
+    table.resize(table.num_embeddings)
+    with pytest.warns(UserWarning, match=rf"1\.bed .*{run.folder}.*resize\(\).*save_checkpoint again"):
+        table.resize(table.num_embeddings + 1)
+    save_checkpoint(run.folder, run.model, run.optimizer)
+    run.load()
+
+
 def test_a_folder_that_loses_its_disk_table_is_named_before_it_does(tmp_path: Path) -> None:
     last, best = tmp_path / "last", tmp_path / "best"
     run = Saved(tmp_path)

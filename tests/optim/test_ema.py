@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -65,3 +67,17 @@ def test_an_error_in_the_context_puts_the_weights_back(where: str) -> None:
     ):
         pass
     assert all(map(torch.equal, before, model.parameters()))
+
+
+def test_checkpoints_with_the_optimizer_hold_trained_weights(tmp_path: Path) -> None:
+    model = build("mixed", "cpu")
+    optimizer = flatbed.optim.Adam(model.parameters(), lr=0.05, ema_decay=0.8)
+    give_grads(model, seed=0)
+    optimizer.step()
+    flatbed.save_checkpoint(tmp_path / "trained", model, optimizer)
+    with optimizer.ema_weights():
+        for function in (flatbed.save_checkpoint, flatbed.load_checkpoint):
+            with pytest.raises(flatbed.FlatbedError, match=r"averaged weights.*outside"):
+                function(tmp_path / "trained", model, optimizer)
+        flatbed.save_checkpoint(tmp_path / "averaged", model)
+    flatbed.load_checkpoint(tmp_path / "trained", model, optimizer)

@@ -119,9 +119,14 @@ def test_from_pretrained(storage: str, tmp_path: Path) -> None:
     emb = flatbed.Embedding.from_pretrained(weights, padding_idx=-1, **options)
     assert torch.equal(emb.read_rows(EVERY), weights)
     assert not emb([1]).requires_grad
+    other = flatbed.Embedding.from_pretrained(weights + 1, init="zeros")
     weights.zero_()
     assert emb.read_rows([1]).any()
     if storage != "disk":
+        for one in (emb, other):
+            one.table.resize(ROWS + 2)
+        assert emb.read_rows([ROWS, ROWS + 1]).unique().numel() == 2 * DIM  # drawn
+        assert not other.read_rows([ROWS]).any()
         return
     saved = flatbed.load_table(options["path"], read_only=True)  # the file holds the weights from the start
     assert torch.equal(saved.read_rows(EVERY), emb.read_rows(EVERY))
@@ -129,6 +134,18 @@ def test_from_pretrained(storage: str, tmp_path: Path) -> None:
     with pytest.raises(flatbed.FlatbedError, match="exists: choose another"):
         flatbed.Embedding.from_pretrained(weights, **options)
     assert options["path"].read_bytes() == before
+
+
+def test_from_pretrained_draws_no_random_numbers() -> None:
+    """As in torch: layers that are built after it begin the same."""
+    before = torch.get_rng_state()
+    first, same = (flatbed.Embedding.from_pretrained(torch.ones(2, DIM)) for _ in range(2))
+    other = flatbed.Embedding.from_pretrained(torch.zeros(2, DIM))
+    assert torch.equal(torch.get_rng_state(), before)
+    for emb in (first, same, other):
+        emb.table.resize(3)
+    assert torch.equal(first.read_rows([2]), same.read_rows([2]))
+    assert not torch.equal(first.read_rows([2]), other.read_rows([2]))
 
 
 def test_from_pretrained_takes_numpy_parameters_and_other_dtypes() -> None:

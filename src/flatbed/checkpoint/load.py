@@ -81,7 +81,7 @@ def load_checkpoint(
     finds no space. An error of a `load_state_dict` puts everything back: copies are kept in host memory.
     After an error or Control-C while rows are being replaced, all tables raise until a load succeeds.
     What is not passed is left out: without optimizers, tables are loaded without their state. With
-    optimizers, a warning names a scheduler or scaler that is left out.
+    optimizers, a warning names a scheduler, scaler or random generators that are left out.
     `folder` may be a version in the folder that ``keep=`` has kept. With torch.distributed, all ranks call
     this, and all raise if one of them cannot load. Their number may differ from that at the save: each rank
     reads the rows that it holds of tables with ``shard="row"``.
@@ -107,7 +107,7 @@ def load_checkpoint(
         parts = [
             *_optimizer_parts(path, manifest, training.optimizers),
             of_model,
-            *_other_parts(path, manifest, training),
+            *_other_parts(path, manifest, training, rng=rng),
             *([_random_part(path, manifest)] if rng else []),
         ]
         for part in parts:
@@ -282,17 +282,19 @@ def _optimizer_parts(
         )
 
 
-def _other_parts(path: Path, manifest: Mapping[str, Any], training: Training) -> Iterator[Part]:
-    """Read the state of schedulers and scaler."""
+def _other_parts(path: Path, manifest: Mapping[str, Any], training: Training, *, rng: bool) -> Iterator[Part]:
+    """Read the state of schedulers and scaler. Warns of state that is left out."""
     kinds = (
         ("scheduler", training.schedulers, manifest["schedulers"]),
         ("scaler", training.scalers, [manifest["scaler"]] if manifest["scaler"] else []),
     )
-    left_out = [kind for kind, given, saved in kinds if saved and not given]
+    left_out = {f"a {kind}": f"{kind}=" for kind, given, saved in kinds if saved and not given}
+    if len(manifest["rng"]) == world_size() and not rng:
+        left_out["random generators"] = "rng=True"
     if left_out and training.optimizers:
         warnings.warn(
-            f"{path} holds the state of a {' and a '.join(left_out)}, which is not loaded: pass "
-            f"{' and '.join(f'{kind}=' for kind in left_out)}",
+            f"{path} holds the state of {' and '.join(left_out)}, which is not loaded: pass "
+            f"{' and '.join(left_out.values())}",
             stacklevel=3,
         )
     for kind, things, states in kinds:

@@ -66,6 +66,11 @@ class Training:
         tables = dict(named_tables(model))
         known = {id(table) for table in tables.values()}
         for one in optimizers:
+            if getattr(one, "_averages_in_model", False):
+                raise FlatbedError(
+                    "the model holds averaged weights (`with ema_weights()`): save and load its checkpoint "
+                    "outside of the block. Without the optimizer, the averages can be saved there"
+                )
             for param in (p for group in one.param_groups for p in group["params"]):
                 if isinstance(param, Table) and id(param) not in known:
                     raise FlatbedError(

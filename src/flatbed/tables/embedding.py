@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -235,7 +237,8 @@ class TableModule(nn.Module):
         """Build a module with these weights, (num_embeddings, embedding_dim).
 
         As in torch, the third argument by position is `padding_idx` for an `Embedding`. An `EmbeddingBag`
-        takes two, since torch's third one is `max_norm`.
+        takes two, since torch's third one is `max_norm`. `init` and `seed` are for the new rows of `resize`.
+        Without `seed`, it follows from the weights: as in torch, no random numbers are drawn.
         """
         if isinstance(embeddings, str | Path):
             raise TypeError(
@@ -250,8 +253,10 @@ class TableModule(nn.Module):
         if options.get("path") is not None:
             options["resume"] = False
         options = {"dtype": weights.dtype, "device": weights.device, **options}
+        if options.get("seed") is None:
+            options["seed"] = zlib.crc32(weights[:SEED_ROWS].detach().double().cpu().numpy().tobytes())
         make: Any = cls
-        made: Self = make(*weights.shape, *padding_idx, init="zeros", **options)
+        made: Self = make(*weights.shape, *padding_idx, **options)
         write_field(made.table, WEIGHT, weights)
         if made.table.storage == "disk" and made.table._shards is None:
             made.table.checkpoint()
@@ -260,6 +265,8 @@ class TableModule(nn.Module):
     def _set_options(self) -> None:
         """Set the options that a kind of module has besides its table."""
 
+
+SEED_ROWS = 16  # of given weights, from which a seed follows
 
 _announced: set[Path] = set()
 # For `isinstance` alone: attributes are properties here, and signatures have no options that tables lack.
@@ -468,12 +475,17 @@ def write_field(table: Table, name: str, values: Tensor) -> None:
     compare_given(table, name, values)
     store, config = table._store, table._store.config
     own = values[config.shard_rank :: config.n_shards].detach()
-    record = store.ensure_layout().record
+    record = store.ensure_layout().record if store.is_allocated else store.record
 
     def fill(first: int, last: int, records: Tensor) -> None:
         record.view(records, name).copy_(own[first:last])
 
-    store.overwrite(fill)
+    if store.is_allocated:
+        store.overwrite(fill)
+        return
+    with ExitStack() as undo:
+        doing = "filling the table"
+        store.begin_replace(record, fill, fields=[name], scalars=store.scalars, doing=doing, undo=undo)()
 
 
 def named_tables(module: nn.Module) -> Iterator[tuple[str, Table]]:

@@ -394,6 +394,8 @@ class Table(TableParameter):
         For a table on disk this is also a checkpoint: save the model that belongs to it right after.
         """
         n_rows = as_integer("num_embeddings", num_embeddings)
+        if n_rows > self.num_embeddings:
+            self._store.warn_of_loss("resize(): use flatbed.save_checkpoint again right after it")
         if self._shards is None:
             self._store.resize(n_rows)
         else:
