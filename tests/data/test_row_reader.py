@@ -83,7 +83,7 @@ def test_every_array(name: str, way: str) -> None:
     array = ARRAYS[name]()
     before = array.copy()
     with reader_of(array, way) as reader:
-        assert reader.way == way.split()[0]
+        assert reader.mode == way.split()[0]
         assert len(reader) == 10
         found = reader[IDS]
         assert found.device == reader.device

@@ -5,11 +5,12 @@ Streams of one device
 | stream | work | thread |
 |---|---|---|
 | training: the user's current stream | lookups, backward passes, steps | training thread |
-| "batches" | copies of batches | loader thread |
+| "batches" | copies of batches, and of rows of a `RowReader` | loader thread; that of the reader |
 | "rows" | admissions ahead of time: decisions; and copies of small batches | training thread |
 | "records" | admissions ahead of time: moves of records | training thread |
 | "files" | records read from disk | loader thread |
 | "scan" | blocks of a table for `topk`, which begins with an idle GPU | training thread |
+| "captures" | warm-up and capture of `flatbed.capture` | training thread |
 
 Events between them, and the reason for each
 
@@ -28,6 +29,8 @@ Events between them, and the reason for each
 | the loader's stream, before copies | "batches" | the loader made tensors of the batch on a GPU |
 | `arrived`, for loaders that reuse memory | the loader's stream | the loader writes to these tensors again |
 | "scan", after a block | training | `topk` compares queries with the block |
+| "batches", after the copy of rows | training | the caller of the `RowReader` uses them |
+| training, before and after a warm-up | "captures", training | the warm-up is a step of the training |
 
 `record_stream` tells torch's allocator of memory that another stream uses: batches, which training uses; ids
 of "batches", or of a list on the GPU, which "rows" reads; decisions, which "records" reads. Other memory of
@@ -49,7 +52,6 @@ Locks, in the order in which a thread may take them (`LOCK_ORDER`)
 | "file" | `DiskStorage`: file and journal |
 | "gradients" | `GradAccumulator`: recorded gradients; backward passes run in several threads |
 | "streams" | the named streams below |
-| "progress" | the progress bar |
 
 A thread that holds a lock takes only locks further down. `FLATBED_DEBUG_LOCKS=1` checks that at every
 `OrderedLock`.
@@ -76,7 +78,6 @@ LOCK_ORDER = (
     "file",
     "gradients",
     "streams",
-    "progress",
 )
 check_lock_order = os.environ.get("FLATBED_DEBUG_LOCKS") == "1"
 _held = threading.local()

@@ -36,7 +36,7 @@ class RowReader:
     (*ids.shape, *row shape) on `device`, by default the current GPU, or the CPU if there is none. An id out
     of range raises `IndexError`; for ids on a GPU, that check waits for them.
 
-    On a GPU, `copy` chooses how rows are read, and `reader.way` says what was chosen:
+    On a GPU, `copy` chooses how rows are read, and `reader.mode` says what was chosen:
 
     - True ("copied"): the array is copied once into host memory that kernels can address. A kernel reads the
       rows from there, and the CPU gathers nothing. Each row takes a multiple of 16 bytes.
@@ -66,7 +66,7 @@ class RowReader:
         self._source: CopiedRows | GatheredRows | None = _source_for(rows, self.device, copy)
 
     @property
-    def way(self) -> str:
+    def mode(self) -> str:
         """How rows are read: "cpu", "copied" or "staged"; "closed" after `close`."""
         return "closed" if self._source is None else self._source.name
 
@@ -104,7 +104,7 @@ class RowReader:
     def __repr__(self) -> str:
         size = " × ".join(f"{n:,}" for n in self.shape)
         dtype = str(self.dtype).removeprefix("torch.")
-        return f"RowReader({size} {dtype}, device={str(self.device)!r}, {self.way})"
+        return f"RowReader({size} {dtype}, device={str(self.device)!r}, {self.mode})"
 
 
 # ---- how rows are read

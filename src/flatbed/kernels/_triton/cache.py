@@ -217,7 +217,7 @@ def admit(
     on_checked: Callable[[], None] | None = None,
     moves: torch.cuda.Stream | None = None,
 ) -> UniqueRows:
-    """Find the unique rows of keys and bring them into the cache: unique, probe, select victims, move.
+    """Find the unique rows of keys and admit them to the cache: unique, probe, select victims, move.
 
     Slots of this and of the last `window` admissions are not evicted. Rows without a slot stay in storage.
     Records move in the current stream, or in `moves` after what is decided here.
