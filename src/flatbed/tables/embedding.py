@@ -238,7 +238,8 @@ class TableModule(nn.Module):
 
         As in torch, the third argument by position is `padding_idx` for an `Embedding`. An `EmbeddingBag`
         takes two, since torch's third one is `max_norm`. `init` and `seed` are for the new rows of `resize`.
-        Without `seed`, it follows from the weights: as in torch, no random numbers are drawn.
+        Without `seed`, it follows from the weights: as in torch, no random numbers are drawn (but for one, if
+        the table is sharded).
         """
         if isinstance(embeddings, str | Path):
             raise TypeError(
@@ -253,7 +254,7 @@ class TableModule(nn.Module):
         if options.get("path") is not None:
             options["resume"] = False
         options = {"dtype": weights.dtype, "device": weights.device, **options}
-        if options.get("seed") is None:
+        if options.get("seed") is None and options.get("shard") is None:  # ranks agree on one
             options["seed"] = zlib.crc32(weights[:SEED_ROWS].detach().double().cpu().numpy().tobytes())
         make: Any = cls
         made: Self = make(*weights.shape, *padding_idx, **options)
