@@ -155,7 +155,6 @@ TABLES: dict[str, Comparison | Grid] = {
     "summary": Comparison(
         (
             replace(GPT_STEP, job="clip + Adam, GPT of 1.56 B parameters, both eager"),
-            replace(RESNET_STEP, job="clip + Adam, ResNet-50, both eager"),
             replace(RESNET_GRAPH, job="training step, ResNet-50, both in a CUDA graph"),
             replace(ZIPF, job="step of a 31 GB table, cache of 10 %, Zipf 1.05 ids"),
             replace(ZIPF, job="the same, flatbed in a CUDA graph", variant=CAPTURED),
