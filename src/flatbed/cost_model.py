@@ -24,7 +24,7 @@ HOST_MEMORY = 400 * GB
 MESSAGE_SECONDS = 2e-6
 """Time of a small message to another rank, inside of an exchange between GPUs."""
 
-# Measured alone beside an H200; the rows are in benchmarks/results.
+# Measured on one machine with an H200; the rows are in benchmarks/results.
 BUS = 80 * GB
 """Bytes per second between host memory and a GPU, both directions together: 83 (h200-cache, uniform ids in a
 CUDA graph)."""

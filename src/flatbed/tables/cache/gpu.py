@@ -128,7 +128,11 @@ class GpuCache:
         on_checked: Callable[[], None] | None = None,
         moves: torch.cuda.Stream | None = None,
     ) -> tuple[UniqueRows, int] | None:
-        """Admit a batch. If its ids do not fit beside those of the window: without one, or not at all."""
+        """Admit a batch.
+
+        If its ids do not fit in addition to those of the window: with a window of 0, or, if they `must_fit`,
+        not at all.
+        """
         if self.index.moving:
             raise FlatbedError(INTERRUPTED)
         n, before = keys.numel(), self._oldest_protected
