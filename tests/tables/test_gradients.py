@@ -395,3 +395,32 @@ def test_a_frozen_table_steps_with_the_gradients_it_has() -> None:
         emb(torch.tensor([2])).sum().backward()
         optimizer.step()
     assert torch.equal(ours.weight, theirs.weight)
+
+
+def test_an_optimizer_of_ones_own_over_a_table_raises() -> None:
+    """The gradient of one row would be added to all of them, by broadcasting."""
+    emb = made()
+    optimizer = flatbed.optim.SGD(emb, lr=0.1)
+    before = emb.read_rows([0, 1, 2])
+    for ids in ([1], [1, 2]):
+        emb(ids).sum().backward()
+        for update in (lambda p: p.data.add_(p.grad.data), lambda p: p.data.sub_(p.grad, alpha=0.1)):
+            with pytest.raises(flatbed.FlatbedError, match=r"flatbed\.optim.*grad_rows"):
+                update(emb.table)
+        assert torch.equal(emb.read_rows([0, 1, 2]), before)
+    with torch.no_grad():
+        emb.weight[emb.table.grad_rows] -= 0.5 * emb.table.grad
+    optimizer.zero_grad()
+    assert torch.equal(emb.read_rows([1, 2]), before[1:] - torch.tensor([[1.0], [0.5]]))
+
+
+def test_data_of_a_gradient_is_the_gradient() -> None:
+    emb = made()
+    optimizer = flatbed.optim.Adam(emb, lr=0.1)
+    before = emb.read_rows([1, 2])
+    emb([1]).sum().backward()
+    emb.table.grad.data.mul_(0.5)
+    assert (emb.table.grad == 0.5).all()
+    emb.table.grad.data.zero_()  # drops it: the row is not updated
+    optimizer.step()
+    assert torch.equal(emb.read_rows([1, 2]), before)

@@ -171,6 +171,8 @@ class TableGrad(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
+        if getattr(func, "__self__", None) is Tensor.data and name == "__get__":
+            return args[0]  # code that changes `grad.data` changes the gradient
         if getattr(func, "__self__", None) in _ATTRIBUTES or func in _WITHOUT_EFFECT:
             with torch._C.DisableTorchFunctionSubclass():
                 result = func(*args, **kwargs)

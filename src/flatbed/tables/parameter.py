@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from flatbed.errors import FlatbedError
+from flatbed.tables.grads import TableGrad
 from flatbed.tables.record import WEIGHT
 
 if TYPE_CHECKING:
@@ -202,6 +203,12 @@ class WeightView(GuardedTensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if TableGrad in types:
+            raise FlatbedError(
+                "table.grad has the rows of table.grad_rows alone, and emb.weight has all of them: train the "
+                "table with an optimizer of flatbed.optim (from_torch takes classes of your own), or write "
+                "emb.weight[table.grad_rows] -= lr * table.grad"
+            )
         found = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, WeightView)]
         for view in found:
             _check(view)
