@@ -207,7 +207,7 @@ class WeightView(GuardedTensor):
             raise FlatbedError(
                 "table.grad has the rows of table.grad_rows alone, and emb.weight has all of them: train the "
                 "table with an optimizer of flatbed.optim (from_torch takes classes of your own), or write "
-                "emb.weight[table.grad_rows] -= lr * table.grad"
+                "`with torch.no_grad(): emb.weight[table.grad_rows] -= lr * table.grad`"
             )
         found = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, WeightView)]
         for view in found:

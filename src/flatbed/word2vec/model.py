@@ -30,11 +30,9 @@ def make_tables(settings: Settings, n_words: int) -> tuple[nn.ModuleDict, torch.
     options: dict[str, Any] = {"storage": settings.storage, "device": device, "seed": settings.seed}
     if settings.storage != "device":
         options["cache_rows"] = settings.cache_rows
-    # The trainer says which files it continues, or refuses them.
-    files: list[dict[str, Any]] = [{"path": p, "resume": p.exists()} for p in table_files(settings)] or [
-        {},
-        {},
-    ]
+    # `resume` here, since the trainer itself says which files it continues, or refuses them.
+    files: list[dict[str, Any]] = [{"path": file, "resume": file.exists()} for file in table_files(settings)]
+    files = files or [{}, {}]
     first = {**options, **files[0], "init": ("uniform", -1 / dim, 1 / dim)}  # as in gensim
     inputs: nn.Module
     if settings.buckets:
