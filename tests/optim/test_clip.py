@@ -66,7 +66,7 @@ def test_large_parameters_are_updated_to_the_same_bits(
     name: str, options: dict[str, Any], max_norm: float | None
 ) -> None:
     """They are updated part by part where an update makes temporaries."""
-    values = torch.randn(3, 7, 251, 211).to(memory_format=torch.channels_last)
+    values = torch.randn(6, 7, 251, 211).to(memory_format=torch.channels_last)
     ours, theirs = (nn.Parameter(values.clone()) for _ in range(2))
     a = getattr(flatbed.optim, name)([ours], lr=0.1, max_norm=max_norm, **options)
     is_fused = getattr(flatbed.optim, name)._rule.fused is not None

@@ -9,12 +9,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
+from math import ceil
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from flatbed.layout import dense_stride, is_dense
+from flatbed.layout import ALIGNMENT, dense_stride, is_dense
 from flatbed.rule import Group, Rule, Scalars, Tensors
 
 # Entries of the fp64 vector `step_stats`, which all steps of one device share.
@@ -456,8 +457,9 @@ def _split(tensors: Tensors) -> Iterator[Tensors]:
     if param.nbytes <= CHUNK_BYTES or len(tensors.params) > 1 or not is_whole(param):
         yield tensors
         return
-    # Whole vectors, so that an element's bits do not depend on where the parts end.
-    size = CHUNK_BYTES // param.itemsize
+    # Parts of equal size. Whole vectors, so that an element's bits do not depend on where the parts end.
+    n_parts = round(param.nbytes / CHUNK_BYTES)
+    size = ceil(param.numel() / n_parts / ALIGNMENT) * ALIGNMENT
     held = param, grad, *(state for (state,) in tensors.state.values())
     flat = [tensor.as_strided((tensor.numel(),), (1,)).unsafe_split(size) for tensor in held]
     for param, grad, *state in zip(*flat, strict=True):
