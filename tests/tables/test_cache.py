@@ -146,6 +146,63 @@ def test_slots_of_the_last_admissions_are_kept(kernel_device: str) -> None:
     assert set(range(50, 55)) <= cached_rows(emb)
 
 
+def decided(policy: str) -> tuple[list[Tensor], Any]:
+    """Prefetch batches of several sizes into a cache with room for all rows. Returns results and cache."""
+    cache, chance = cache_of(made(1000, 900, policy, device="cuda")), torch.Generator().manual_seed(0)
+    batches = []
+    for size in (64, 64, 63, 64, 0, 63, 7, 64, 0):
+        batches.append(prefetch(cache, torch.randint(900, (size,), generator=chance), 3))
+    results = [cache.index.counts, (cache.index.slot_of_row >= 0)]
+    for batch in batches:  # after all of them: no graph writes to the results of another batch
+        found, n = batch.unique, batch.keys.numel()
+        results += [found.rows, found.inverse, found.order, found.starts[: n + 1], found.rank[:n]]
+    return [result.cpu() for result in results], cache
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("policy", ["lru", "lfu"])
+def test_graphs_decide_as_launches_do(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched, cache = decided(policy)
+    assert not cache._graphs._graphs
+    monkeypatch.setattr(kernels, "N_EAGER", 1)
+    replayed, cache = decided(policy)
+    assert [*cache._graphs._graphs] == [(64, 3), (63, 3)]
+    assert all(map(torch.equal, replayed, launched))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("step", ["capture_begin", "capture_end"])
+def test_a_capture_that_fails_is_not_needed(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, _ = decided("lru")
+    real = getattr(torch.cuda.CUDAGraph, step)
+
+    def fail(*args: Any, **options: Any) -> None:
+        if step == "capture_end":
+            real(*args)
+        raise RuntimeError("the driver does not like it")
+
+    monkeypatch.setattr(torch.cuda.CUDAGraph, step, fail)
+    monkeypatch.setattr(kernels, "N_EAGER", 1)
+    found, cache = decided("lru")
+    assert not cache._graphs._graphs
+    assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.usefixtures("kernel_device")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are not interpreted")
+def test_few_graphs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a size for each batch there would be no end of them."""
+    index = decisions.CacheIndex(100, 100, policy="lru", device=CPU)
+    graphs, captured = kernels.DecisionGraphs(index), []
+    graphs._can_capture = True
+    monkeypatch.setattr(kernels, "DecisionGraph", lambda *args: captured.append(args[2]) or mock.Mock())
+    for n in (*range(1, 200), *[7] * 10, *[8] * 5, *[*range(20, 40)] * 6):
+        graphs.decide(torch.arange(n), 2, None)
+    assert captured[:2] == [7, 8]
+    assert len(captured) == kernels.MAX_GRAPHS
+    assert len(graphs._n_uses) <= kernels.MAX_KINDS
+
+
 def test_reserved_rows_stay_until_they_are_released(tmp_path: Path) -> None:
     emb = made(100, 12, storage="disk", path=tmp_path / "table")
     cache = cache_of(emb)

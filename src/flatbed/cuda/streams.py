@@ -39,8 +39,10 @@ of the loop before it allocates, and drops the admissions of a batch only then. 
 those of its last batch at once, and records the training stream. Staging memory is pinned by torch's
 allocator, which keeps a block until its copy is done.
 
-CUDA graphs are captured in the user's stream. From the first captured lookup on, a table's rows are not
-prefetched to the GPU: see `tables.cache.gpu`.
+CUDA graphs of the user are captured in the user's stream. From the first captured lookup on, a table's rows
+are not prefetched to the GPU: see `tables.cache.gpu`. Graphs of the decisions on an admission
+(`DecisionGraphs`) are captured in "records", since their kernels keep its high priority, and replayed in
+"rows".
 
 Locks, in the order in which a thread may take them (`LOCK_ORDER`)
 

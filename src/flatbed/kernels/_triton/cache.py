@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -12,11 +13,24 @@ from torch import Tensor
 
 from flatbed.kernels import NONE, RecordLocation, UniqueRows
 from flatbed.kernels._triton.launch import TYPES, Kernel
-from flatbed.kernels._triton.rows import MAX_COLUMNS, MoverShape, field, mover_shape, power, unique
+from flatbed.kernels._triton.rows import (
+    MAX_COLUMNS,
+    MoverShape,
+    as_results,
+    even,
+    field,
+    mover_shape,
+    power,
+    result_sizes,
+    unique,
+)
 from flatbed.kernels.cache import ROUNDS, CacheIndex
+from flatbed.kernels.rows import key_dtype
 
 PROBE, SELECT = 512, 128  # rows per program
 FLUSH = 1 << 20  # slots whose changed records are listed at a time
+N_EAGER = 4  # admissions of so many keys before their decisions are captured
+MAX_KINDS, MAX_GRAPHS = 64, 8  # numbers of keys that are counted, and that have a graph
 
 
 @triton.jit
@@ -215,46 +229,166 @@ def admit(
     window: int = 0,
     first_error: Tensor | None = None,
     on_checked: Callable[[], None] | None = None,
+    graphs: DecisionGraphs | None = None,
     moves: torch.cuda.Stream | None = None,
 ) -> UniqueRows:
     """Find the unique rows of keys and admit them to the cache: unique, probe, select victims, move.
 
     Slots of this and of the last `window` admissions are not evicted. Rows without a slot stay in storage.
-    Records move in the current stream, or in `moves` after what is decided here.
+    `graphs` may replay the decisions. Records move in the current stream, or in `moves` after the decisions.
+    """
+    device = keys.device
+    if graphs is None:
+        decided = decide(index, keys, window, first_error=first_error, on_checked=on_checked)
+    else:
+        decided = graphs.decide(keys, window, moves)
+    if not keys.numel():
+        return decided.found
+    if moves is not None:
+        moves.wait_stream(torch.cuda.current_stream(device.index))
+        decided.memory.record_stream(moves)  # type: ignore[arg-type,unused-ignore]
+    fill_and_write_back(
+        location, decided.missing, decided.slots, decided.victims, decided.n_missing, stream=moves
+    )
+    index.moving = False
+    return decided.found
+
+
+# ---- decisions
+
+
+@dataclass(frozen=True, slots=True)
+class Decisions:
+    """The unique rows of keys, the missing ones among them, and the slots that these get."""
+
+    memory: Tensor
+    """That of all other tensors."""
+    found: UniqueRows
+    missing: Tensor
+    slots: Tensor
+    victims: Tensor
+    """Changed rows that are in the slots, and are written back; -1 for none."""
+    n_missing: Tensor
+
+    @classmethod
+    def allocate(cls, n: int, device: torch.device) -> Decisions:
+        """Allocate memory for the decisions on n keys."""
+        size = sum(result_sizes(n)) + 3 * even(n) + 2
+        return cls.of(torch.empty(size, dtype=torch.int64, device=device), n)
+
+    @classmethod
+    def of(cls, memory: Tensor, n: int) -> Decisions:
+        """Divide memory for the decisions on n keys. All addresses are multiples of 16."""
+        parts = torch.split(memory, [*result_sizes(n), *[even(n)] * 3, 2])
+        *_, missing, slots, victims, n_missing = parts
+        return cls(memory, as_results(parts[:5], n), missing, slots, victims, n_missing.view(torch.int32))
+
+
+def decide(
+    index: CacheIndex,
+    keys: Tensor,
+    window: int,
+    *,
+    first_error: Tensor | None = None,
+    on_checked: Callable[[], None] | None = None,
+    out: Decisions | None = None,
+) -> Decisions:
+    """Find the unique rows of keys, and give a slot to each missing one. Writes the index, moves no record.
+
+    `index.moving` is True after that, until the caller has issued the moves.
     """
     n, device, n_rows = keys.numel(), keys.device, index.slot_of_row.numel()
-    part = max(2, n + n % 2)  # addresses are multiples of 16
-    memory = torch.empty(3 * part + 2, dtype=torch.int64, device=device)
-    missing, slots, victims, n_missing = torch.split(memory, part)
-    n_missing = n_missing.view(torch.int32)
-    found = unique(keys, n_rows, first_error, ticks=(index.clock, n_missing))
+    out = out or Decisions.allocate(n, device)
+    unique(keys, n_rows, first_error, ticks=(index.clock, out.n_missing), out=out.found)
     if on_checked is not None:
         on_checked()
     if n == 0:
-        return found
+        return out
     by_frequency = index.policy == "lfu"
     frequency = index.frequency if by_frequency else index.stamp  # not read with "lru"
-    probe, select_victims = _decisions(index.direct, by_frequency)
+    probe, select_victims = _decision_kernels(index.direct, by_frequency)
     probe(
-        -(-n // PROBE), device, found.rows, missing, n_missing,
+        -(-n // PROBE), device, out.found.rows, out.missing, out.n_missing,
         index.slot_of_row, index.stamp, frequency, index.clock, index.counts, n, n_rows, index.ageing,
     )  # fmt: skip
     index.moving = True
     select_victims(
-        -(-n // SELECT), device, missing, n_missing, slots, victims,
+        -(-n // SELECT), device, out.missing, out.n_missing, out.slots, out.victims,
         index.slot_of_row, index.row_of_slot, index.stamp, frequency, index.dirty, index.clock, index.counts,
         window, index.n_slots, index.ageing,
     )  # fmt: skip
-    if moves is not None:
-        moves.wait_stream(torch.cuda.current_stream(device.index))
-        memory.record_stream(moves)  # type: ignore[arg-type,unused-ignore]
-    fill_and_write_back(location, missing, slots, victims, n_missing, stream=moves)
-    index.moving = False
-    return found
+    return out
+
+
+class DecisionGraphs:
+    """CUDA graphs of `decide`, one for each number of keys that occurs often. All are replayed in one stream.
+
+    Decisions are 20 launches of small kernels, which take the host longer than the GPU.
+    """
+
+    def __init__(self, index: CacheIndex) -> None:
+        self._index = index
+        self._key_dtype = key_dtype(index.slot_of_row.numel(), index.clock.device)
+        self._n_uses: dict[tuple[int, int], int] = {}
+        self._graphs: dict[tuple[int, int], DecisionGraph] = {}
+        self._can_capture = index.clock.is_cuda
+
+    def decide(self, keys: Tensor, window: int, stream: torch.cuda.Stream | None) -> Decisions:
+        """Decide in the current stream. Graphs are captured in `stream`: their kernels keep its priority."""
+        kind = keys.numel(), window
+        graph = self._graphs.get(kind) or self._capture(kind, stream)
+        if graph is None:
+            return decide(self._index, keys.to(self._key_dtype), window)
+        return graph.replay(keys)
+
+    def _capture(self, kind: tuple[int, int], stream: torch.cuda.Stream | None) -> DecisionGraph | None:
+        if kind not in self._n_uses and len(self._n_uses) == MAX_KINDS:
+            self._n_uses.clear()
+        n_uses = self._n_uses[kind] = self._n_uses.get(kind, 0) + 1
+        if not self._can_capture or n_uses <= N_EAGER or not kind[0] or len(self._graphs) == MAX_GRAPHS:
+            return None
+        try:
+            graph = self._graphs[kind] = DecisionGraph(self._index, self._key_dtype, *kind, stream)
+        except RuntimeError:  # a capture can fail for reasons outside of this package, and nothing has run
+            self._can_capture = False
+            return None
+        return graph
+
+
+class DecisionGraph:
+    """A CUDA graph of `decide` for a number of keys and a window."""
+
+    def __init__(
+        self,
+        index: CacheIndex,
+        key_dtype: torch.dtype,
+        n_keys: int,
+        window: int,
+        stream: torch.cuda.Stream | None,
+    ) -> None:
+        device = index.clock.device
+        self._index, self._keys = index, torch.empty(n_keys, dtype=key_dtype, device=device)
+        out = Decisions.allocate(n_keys, device)
+        self._memory, self._graph = out.memory, torch.cuda.CUDAGraph()
+        with torch.cuda.stream(stream):
+            # Not torch.cuda.graph, which waits for the GPU and empties torch's cache of memory.
+            self._graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                decide(index, self._keys, window, out=out)
+            finally:
+                index.moving = False
+                self._graph.capture_end()
+
+    def replay(self, keys: Tensor) -> Decisions:
+        """Decide in the current stream. Returns a copy, since the next replay writes to the same memory."""
+        self._keys.copy_(keys)
+        self._index.moving = True
+        self._graph.replay()
+        return Decisions.of(self._memory.clone(), keys.numel())
 
 
 @functools.cache
-def _decisions(direct: bool, by_frequency: bool) -> tuple[Kernel, Kernel]:
+def _decision_kernels(direct: bool, by_frequency: bool) -> tuple[Kernel, Kernel]:
     probe = Kernel(probe_kernel, by_frequency, PROBE)
     return probe, Kernel(select_victims_kernel, direct, by_frequency, ROUNDS, SELECT)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -126,30 +127,51 @@ def unique(
     n_rows: int,
     first_error: Tensor | None,
     ticks: tuple[Tensor, Tensor] | None = None,
+    out: UniqueRows | None = None,
 ) -> UniqueRows:
     """Find the unique rows.
 
     `ticks`, for the first kernel of `admit`: the cache's clock, which it advances, and the number of missing
-    rows, which it sets to 0.
+    rows, which it sets to 0. `out`: memory for the results.
     """
     n, device = keys.numel(), keys.device
     n_blocks = -(-(n + 1) // BLOCK)
-    rows = torch.empty(n, dtype=torch.int64, device=device)
-    inverse = torch.empty(n, dtype=torch.int64, device=device)
-    starts = torch.empty(n + 1, dtype=torch.int64, device=device)
-    rank = torch.empty(n, dtype=torch.int32, device=device)
-    counts = torch.empty(n_blocks, dtype=torch.int32, device=device)
+    if out is None:
+        sizes = result_sizes(n)
+        memory = torch.empty(sum(sizes), dtype=torch.int64, device=device)
+        out = as_results(torch.split(memory, sizes), n)
     if n == 0:
-        return UniqueRows(rows, inverse, rows, starts.zero_(), rank)
-    in_order, order = torch.sort(keys.contiguous(), stable=True)
+        out.starts.zero_()  # type: ignore[union-attr]
+        return out
+    in_order = torch.empty_like(keys, memory_format=torch.contiguous_format)
+    torch.sort(keys.contiguous(), stable=True, out=(in_order, out.order))  # type: ignore[arg-type]
+    counts = torch.empty(n_blocks, dtype=torch.int32, device=device)
     _HEADS[ticks is not None](n_blocks, device, in_order, counts, *(ticks or (counts, counts)), n)
     # Always with a place for errors: a captured lookup must not need a kernel that no eager one has loaded.
     first_error = torch.empty(1, dtype=torch.int64, device=device) if first_error is None else first_error
     _MARK(
-        n_blocks, device, in_order, order, counts, rank, inverse, rows, starts, first_error,
-        n, n_rows, torch.iinfo(keys.dtype).min, n_blocks,
+        n_blocks, device, in_order, out.order, counts, out.rank, out.inverse, out.rows, out.starts,
+        first_error, n, n_rows, torch.iinfo(keys.dtype).min, n_blocks,
     )  # fmt: skip
-    return UniqueRows(rows, inverse, order, starts, rank)
+    return out
+
+
+def result_sizes(n: int) -> list[int]:
+    """Return how many int64 each result for n keys takes, so that all addresses are multiples of 16."""
+    return [even(n), even(n), even(n), even(n) + 2, even(-(-n // 2))]
+
+
+def as_results(parts: Sequence[Tensor], n: int) -> UniqueRows:
+    """Return parts of memory, of these sizes, as the results for n keys."""
+    rows, inverse, order, starts, rank = parts
+    if len(rows) != n:
+        rows, inverse, order = rows[:n], inverse[:n], order[:n]
+    return UniqueRows(rows, inverse, order, starts, rank.view(torch.int32))
+
+
+def even(n: int) -> int:
+    """Round up to an even number."""
+    return n + n % 2
 
 
 # ---- sums of gradients

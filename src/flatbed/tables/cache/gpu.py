@@ -5,7 +5,9 @@ row while work in another stream uses the row.
 
 **Streams.** Admissions run in the training stream, or ahead of time (`prefetch`). Those run in two streams:
 in "rows", kernels decide which rows get which slots, and write the index only; in "records", a kernel moves
-the records. So neither the bus nor the decisions on the next batch wait for each other.
+the records. So neither the bus nor the decisions on the next batch wait for each other. Decisions on batches
+of one size are replayed as a CUDA graph (`DecisionGraphs`), since the host takes longer to launch them one by
+one than the GPU to run them.
 
 Admissions are numbered in the order in which the host issues them. Admission T with a window W does not
 evict slots used by admissions T - W to T - 1. It is issued with W > 0 only if the ids of all of them fit
@@ -26,8 +28,8 @@ into the cache together, so that all their rows are in slots.
   `wait_for_prefetch`: the current stream waits for the stream "records", and the next prefetch waits for the
   current stream.
 - The index's clock on the device and `_n_admissions` on the host count the same admissions.
-- CUDA graphs run admissions that the host does not count, and lookups at any time. From the first capture of
-  either on, nothing is prefetched and nothing is protected.
+- CUDA graphs of the user run admissions that the host does not count, and lookups at any time. From the first
+  capture of either on, nothing is prefetched and nothing is protected.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from itertools import islice
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -45,6 +48,9 @@ from flatbed.kernels import RecordLocation, UniqueRows
 from flatbed.kernels.cache import CacheIndex
 from flatbed.tables.cache.base import LookupBatch
 from flatbed.tables.storage.base import MemoryStorage
+
+if TYPE_CHECKING:
+    from flatbed.kernels._triton.cache import DecisionGraphs
 
 MAX_WINDOW = 1024
 # After an interrupted admission, the index names slots whose records may not be there.
@@ -78,6 +84,7 @@ class GpuCache:
         self._oldest_protected = 1
         self._streams_to_await: set[torch.cuda.Stream] = set()  # by the next prefetch
         self._has_prefetched = False
+        self._graphs = kernels.DecisionGraphs(self.index)
 
     # ---- admission
 
@@ -109,7 +116,7 @@ class GpuCache:
         self._has_prefetched = True
         moves = stream_for(self.device, "records") if self.device.type == "cuda" else None
         try:
-            found = self._admit(keys, window, must_fit=True, moves=moves)
+            found = self._admit(keys, window, must_fit=True, graphs=self._graphs, moves=moves)
         except BaseException:
             if moves is not None:  # later work waits for this stream alone
                 moves.wait_stream(torch.cuda.current_stream(self.device.index))
@@ -126,6 +133,7 @@ class GpuCache:
         must_fit: bool = False,
         first_error: Tensor | None = None,
         on_checked: Callable[[], None] | None = None,
+        graphs: DecisionGraphs | None = None,
         moves: torch.cuda.Stream | None = None,
     ) -> tuple[UniqueRows, int] | None:
         """Admit a batch.
@@ -146,7 +154,7 @@ class GpuCache:
         self._oldest_protected = number + 1  # nothing is protected if a launch below raises
         unique = self._kernels.admit(
             self.index, keys, self.location,
-            window=window, first_error=first_error, on_checked=on_checked, moves=moves,
+            window=window, first_error=first_error, on_checked=on_checked, graphs=graphs, moves=moves,
         )  # fmt: skip
         if n == 0:
             self._oldest_protected = before
