@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
+from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_ulonglong, c_void_p
 from functools import lru_cache
 
 import torch
@@ -21,6 +21,7 @@ ATTACH_GLOBAL = 1  # CU_MEM_ATTACH_…
 PORTABLE, DEVICEMAP = 1, 2  # CU_MEMHOSTREGISTER_…
 NON_BLOCKING = 1  # CU_STREAM_…
 CAPTURE_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_…
+USE_NODE_PRIORITY = 8  # CUDA_GRAPH_INSTANTIATE_FLAG_…
 
 SIGNATURES = {
     "cuGetErrorString": (c_int, POINTER(c_char_p)),
@@ -41,6 +42,12 @@ SIGNATURES = {
     "cuStreamSynchronize": (c_void_p,),
     "cuStreamDestroy_v2": (c_void_p,),
     "cuThreadExchangeStreamCaptureMode": (POINTER(c_int),),
+    "cuStreamBeginCapture_v2": (c_void_p, c_int),
+    "cuStreamEndCapture": (c_void_p, POINTER(c_void_p)),
+    "cuGraphInstantiateWithFlags": (POINTER(c_void_p), c_void_p, c_ulonglong),
+    "cuGraphLaunch": (c_void_p, c_void_p),
+    "cuGraphDestroy": (c_void_p,),
+    "cuGraphExecDestroy": (c_void_p,),
 }
 
 
@@ -114,6 +121,36 @@ class Driver:
         with suppress(DriverError), self._context(gpu):
             self.calls["cuCtxSynchronize"]()
             self.calls["cuMemHostUnregister"](address)
+
+    def begin_capture(self, stream: int) -> None:
+        """Capture what is issued in this stream. Allocations and calls of other threads are not affected."""
+        self._call("cuStreamBeginCapture_v2", stream, CAPTURE_RELAXED)
+
+    def end_capture(self, stream: int) -> int:
+        """End the capture, and return a graph that can be launched. Kernels keep the stream's priority."""
+        graph, launchable = c_void_p(), c_void_p()
+        self._call("cuStreamEndCapture", stream, byref(graph))
+        try:
+            self._call("cuGraphInstantiateWithFlags", byref(launchable), graph, USE_NODE_PRIORITY)
+        finally:
+            self.calls["cuGraphDestroy"](graph)
+        assert launchable.value is not None
+        return launchable.value
+
+    def drop_capture(self, stream: int) -> None:
+        """End a capture that has failed, if there is one."""
+        graph = c_void_p()
+        self.calls["cuStreamEndCapture"](stream, byref(graph))
+        if graph:
+            self.calls["cuGraphDestroy"](graph)
+
+    def launch_graph(self, graph: int, stream: int) -> None:
+        """Issue all of a graph in a stream."""
+        self._call("cuGraphLaunch", graph, stream)
+
+    def destroy_graph(self, graph: int) -> None:
+        """Destroy a graph; errors cannot be handled, and are ignored."""
+        self.calls["cuGraphExecDestroy"](graph)
 
     def _call(self, name: str, *arguments: object) -> None:
         code = self.calls[name](*arguments)

@@ -181,7 +181,7 @@ class _Live:
 
 
 _live: dict[int, _Live] = {}  # by address; finalizers change it, and a dict needs no lock for that
-_postponed: list[Callable[[], object]] = []  # calls that free memory, for when no graph is captured
+_postponed: list[Callable[[], object]] = []  # calls that free something, for when no graph is captured
 _has_warned = False
 
 
@@ -240,14 +240,19 @@ def _own_on_gpu(
 
     def postpone() -> None:
         _live.pop(address, None)
-        _postponed.append(release)
-        _free_postponed()
+        free_after_captures(release)
 
     _free_postponed()
     _free_at_exit()
     memory, released = _own(address, size, postpone)
     _live[address] = _Live(gpu, managed_bytes, released)
     return memory
+
+
+def free_after_captures(release: Callable[[], object]) -> None:
+    """Free something of a GPU, at once unless a CUDA graph is being captured."""
+    _postponed.append(release)
+    _free_postponed()
 
 
 def _free_postponed() -> None:

@@ -11,6 +11,7 @@ Streams of one device
 | "files" | records read from disk | loader thread |
 | "scan" | blocks of a table for `topk`, which begins with an idle GPU | training thread |
 | "captures" | warm-up and capture of `flatbed.capture` | training thread |
+| "decisions" | none: a `cuda.graph.Graph` is captured there | training thread |
 
 Events between them, and the reason for each
 
@@ -41,8 +42,8 @@ allocator, which keeps a block until its copy is done.
 
 CUDA graphs of the user are captured in the user's stream. From the first captured lookup on, a table's rows
 are not prefetched to the GPU: see `tables.cache.gpu`. Graphs of the decisions on an admission
-(`DecisionGraphs`) are captured in "records", since their kernels keep its high priority, and replayed in
-"rows".
+(`DecisionGraphs`) are replayed in "rows". Their kernels have the high priority of the stream "decisions",
+where they are captured.
 
 Locks, in the order in which a thread may take them (`LOCK_ORDER`)
 
@@ -71,7 +72,7 @@ import torch
 
 from flatbed.cuda import driver
 
-HIGH_PRIORITY = ("records", "scan")  # kernels of few programs that other work waits for
+HIGH_PRIORITY = ("records", "scan", "decisions")  # kernels of few programs that other work waits for
 
 LOCK_ORDER = (
     "layout",

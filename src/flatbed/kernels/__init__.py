@@ -59,9 +59,9 @@ class UniqueRows:
     order: Tensor | None = None
     """The ids' positions, sorted by row; a stable sort."""
     starts: Tensor | None = None
-    """Where each row's segment begins in `order`; one more at the end."""
+    """Where each row's segment begins in `order`; one more at the end. There may be unused entries."""
     rank: Tensor | None = None
-    """For every element of `order`, the position of its row in `rows`."""
+    """For every element of `order`, the position of its row in `rows`. There may be unused entries."""
 
 
 class RecordLocation:

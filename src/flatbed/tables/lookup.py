@@ -211,7 +211,6 @@ class GatherFunction(torch.autograd.Function):
 # ---- prefetches: rows of coming batches, moved while earlier batches are trained on
 
 
-KEYS = (torch.int64, torch.int32)  # dtypes that kernels take
 READ_ROWS = 1024  # read from disk at once, on a CPU: the training thread may have to wait for it
 
 
@@ -345,7 +344,7 @@ class RowPrefetch:
             ids = moved[id(lookup.source)]
             if cache is not None and ids.device == self.store.device:  # the table may have moved in the loop
                 rows = ids if lookup.exchanged is None else moved[id(lookup.exchanged.rows)]
-                keys = rows.flatten() if rows.dtype in KEYS else rows.flatten().to(torch.int64)
+                keys = rows.flatten().to(key_dtype(self.store.config.n_rows, self.store.device))
                 reserved_in, reservation = lookup.reserved or (None, None)
                 if reserved_in is not cache:  # the table has had another cache since
                     reservation = None

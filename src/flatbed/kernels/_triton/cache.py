@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -11,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flatbed.cuda.driver import DriverError
+from flatbed.cuda.graph import Graph, can_capture
 from flatbed.kernels import NONE, RecordLocation, UniqueRows
 from flatbed.kernels._triton.launch import TYPES, Kernel
 from flatbed.kernels._triton.rows import (
@@ -25,7 +28,6 @@ from flatbed.kernels._triton.rows import (
     unique,
 )
 from flatbed.kernels.cache import ROUNDS, CacheIndex
-from flatbed.kernels.rows import key_dtype
 
 PROBE, SELECT = 512, 128  # rows per program
 FLUSH = 1 << 20  # slots whose changed records are listed at a time
@@ -235,13 +237,16 @@ def admit(
     """Find the unique rows of keys and admit them to the cache: unique, probe, select victims, move.
 
     Slots of this and of the last `window` admissions are not evicted. Rows without a slot stay in storage.
-    `graphs` may replay the decisions. Records move in the current stream, or in `moves` after the decisions.
+    `graphs` may replay the decisions on keys that are known to be in range. Records move in the current
+    stream, or in `moves` after the decisions.
     """
     device = keys.device
     if graphs is None:
         decided = decide(index, keys, window, first_error=first_error, on_checked=on_checked)
     else:
-        decided = graphs.decide(keys, window, moves)
+        assert first_error is None
+        assert on_checked is None
+        decided = graphs.decide(keys, window)
     if not keys.numel():
         return decided.found
     if moves is not None:
@@ -328,63 +333,56 @@ class DecisionGraphs:
 
     def __init__(self, index: CacheIndex) -> None:
         self._index = index
-        self._key_dtype = key_dtype(index.slot_of_row.numel(), index.clock.device)
         self._n_uses: dict[tuple[int, int], int] = {}
         self._graphs: dict[tuple[int, int], DecisionGraph] = {}
-        self._can_capture = index.clock.is_cuda
+        self._can_capture = can_capture(index.clock.device)
 
-    def decide(self, keys: Tensor, window: int, stream: torch.cuda.Stream | None) -> Decisions:
-        """Decide in the current stream. Graphs are captured in `stream`: their kernels keep its priority."""
+    def decide(self, keys: Tensor, window: int) -> Decisions:
+        """Decide in the current stream."""
         kind = keys.numel(), window
-        graph = self._graphs.get(kind) or self._capture(kind, stream)
-        if graph is None:
-            return decide(self._index, keys.to(self._key_dtype), window)
-        return graph.replay(keys)
+        graph = self._graphs.get(kind)
+        if graph is None and self._is_frequent(kind):
+            try:
+                graph = self._graphs[kind] = DecisionGraph(self._index, keys, window)
+            except (DriverError, RuntimeError) as error:
+                self._can_capture = False
+                warnings.warn(
+                    f"a CUDA graph could not be captured ({error}): prefetching goes on, and takes the host "
+                    "longer",
+                    stacklevel=2,
+                )
+        return decide(self._index, keys, window) if graph is None else graph.replay(keys)
 
-    def _capture(self, kind: tuple[int, int], stream: torch.cuda.Stream | None) -> DecisionGraph | None:
+    def _is_frequent(self, kind: tuple[int, int]) -> bool:
+        if not self._can_capture or not kind[0] or len(self._graphs) == MAX_GRAPHS:
+            return False
         if kind not in self._n_uses and len(self._n_uses) == MAX_KINDS:
             self._n_uses.clear()
-        n_uses = self._n_uses[kind] = self._n_uses.get(kind, 0) + 1
-        if not self._can_capture or n_uses <= N_EAGER or not kind[0] or len(self._graphs) == MAX_GRAPHS:
-            return None
-        try:
-            graph = self._graphs[kind] = DecisionGraph(self._index, self._key_dtype, *kind, stream)
-        except RuntimeError:  # a capture can fail for reasons outside of this package, and nothing has run
-            self._can_capture = False
-            return None
-        return graph
+        self._n_uses[kind] = self._n_uses.get(kind, 0) + 1
+        return self._n_uses[kind] > N_EAGER
 
 
 class DecisionGraph:
-    """A CUDA graph of `decide` for a number of keys and a window."""
+    """A CUDA graph of `decide` for the number of keys and a window."""
 
-    def __init__(
-        self,
-        index: CacheIndex,
-        key_dtype: torch.dtype,
-        n_keys: int,
-        window: int,
-        stream: torch.cuda.Stream | None,
-    ) -> None:
-        device = index.clock.device
-        self._index, self._keys = index, torch.empty(n_keys, dtype=key_dtype, device=device)
-        out = Decisions.allocate(n_keys, device)
-        self._memory, self._graph = out.memory, torch.cuda.CUDAGraph()
-        with torch.cuda.stream(stream):
-            # Not torch.cuda.graph, which waits for the GPU and empties torch's cache of memory.
-            self._graph.capture_begin(capture_error_mode="thread_local")
+    def __init__(self, index: CacheIndex, keys: Tensor, window: int) -> None:
+        self._index = index
+        with torch.inference_mode(False):  # later replays may be outside
+            self._keys = torch.empty_like(keys)
+            out = Decisions.allocate(keys.numel(), keys.device)
+            self._memory = out.memory
             try:
-                decide(index, self._keys, window, out=out)
+                self._graph = Graph(lambda: decide(index, self._keys, window, out=out), keys.device)
             finally:
                 index.moving = False
-                self._graph.capture_end()
 
     def replay(self, keys: Tensor) -> Decisions:
         """Decide in the current stream. Returns a copy, since the next replay writes to the same memory."""
+        copy = torch.empty_like(self._memory)  # before the index changes, since it may fail
         self._keys.copy_(keys)
         self._index.moving = True
         self._graph.replay()
-        return Decisions.of(self._memory.clone(), keys.numel())
+        return Decisions.of(copy.copy_(self._memory), keys.numel())
 
 
 @functools.cache

@@ -171,7 +171,6 @@ class HostIndexCache:
             return None
         if reservation.ready is not None:
             torch.cuda.current_stream(self.device.index).wait_event(reservation.ready)
-        keys = keys.to(ops.key_dtype(self.n_rows, self.device))
         return ops.unique(keys, self.n_rows), reservation
 
     def oldest(self, batches: list[LookupBatch]) -> LookupBatch | None:
