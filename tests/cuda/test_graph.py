@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -10,7 +13,7 @@ import pytest
 import torch
 
 from flatbed.cuda import graph as graphs
-from flatbed.cuda import host_memory
+from flatbed.cuda import host_memory, streams
 from flatbed.cuda.graph import Graph, can_capture
 
 
@@ -85,5 +88,82 @@ def test_a_graph_is_destroyed_after_captures(monkeypatch: pytest.MonkeyPatch) ->
     driver.destroy_graph.assert_called_once_with(5)
 
 
-def test_no_graphs_on_a_cpu() -> None:
-    assert not can_capture(torch.device("cpu"))
+def test_nothing_is_freed_and_nobody_waits_during_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By other threads: freeing, and waiting for the whole GPU, would end it."""
+    freed: list[int] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: freed.append(2))
+    waits = threading.Thread(target=streams.synchronize, args=(torch.device("cuda", 0),))
+    with streams.capture_lock:
+        host_memory.free_after_captures(lambda: freed.append(1))
+        waits.start()
+        waits.join(0.05)
+        assert not freed
+    waits.join()
+    host_memory.free_after_captures(lambda: None)
+    assert freed == [2, 1]
+
+
+@pytest.mark.parametrize(
+    ("device", "backend", "settings", "expected"),
+    [
+        ("cpu", "native", "", False),
+        ("cuda", "native", "expandable_segments:True", True),
+        ("cuda", "native", "max_split_size_mb:128", False),
+        ("cuda", "cudaMallocAsync", "", False),
+    ],
+)
+def test_where_graphs_are_captured(
+    device: str, backend: str, settings: str, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch._C, "_cuda_beginAllocateCurrentThreadToPool", None, raising=False)
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: backend)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", settings)
+    assert can_capture(torch.device(device)) == expected
+
+
+@pytest.mark.parametrize("address", [99, 100, 149, 150])
+def test_memory_must_come_from_the_pool(address: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool: Any = mock.Mock(
+        snapshot=lambda: [{"address": 0, "total_size": 9}, {"address": 100, "total_size": 50}]
+    )
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: mock.Mock(data_ptr=lambda: address))
+    with nullcontext() if 100 <= address < 150 else pytest.raises(RuntimeError, match="another pool"):
+        graphs._check_in_use(pool)
+
+
+class Driver:
+    """Records what is called, and fails at one call."""
+
+    def __init__(self, failing: str) -> None:
+        self.failing, self.called = failing, [""] * 0
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*_: Any) -> int:
+            self.called.append(name)
+            if name == self.failing:
+                raise KeyboardInterrupt
+            return 5
+
+        return call
+
+
+@pytest.mark.parametrize("failing", ["begin_capture", "function", "end_capture", "none"])
+def test_an_interrupted_capture_ends(failing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(failing)
+    monkeypatch.setattr(graphs, "driver", lambda: driver)
+    for name in ("_pool_of", "_check_in_use"):
+        monkeypatch.setattr(graphs, name, mock.Mock())
+    monkeypatch.setattr(graphs, "stream_for", mock.Mock())
+    for name in ("stream", "use_mem_pool"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: nullcontext())
+    with nullcontext() if failing == "none" else pytest.raises(KeyboardInterrupt):
+        graph = Graph(driver.function, torch.device("cuda", 0))
+        del graph
+    calls = ["begin_capture", "function", "end_capture"]
+    if failing == "none":
+        assert driver.called == [*calls, "destroy_graph"]
+    else:
+        assert driver.called == [*calls[: calls.index(failing) + 1], "drop_capture"]
+    assert gc.isenabled()
+    assert not streams.capture_lock.locked()

@@ -200,12 +200,35 @@ def test_a_capture_that_fails_changes_nothing(step: str, monkeypatch: pytest.Mon
     monkeypatch.setattr(owner, step, fail)
     monkeypatch.setattr(kernels, "N_EAGER", 1)
     state = torch.cuda.get_rng_state()
-    with pytest.warns(UserWarning, match="could not be captured .the driver does not like it"):
+    with pytest.warns(UserWarning, match="could not be used .the driver does not like it"):
         found, cache = decided("lru")
     assert not cache._graphs._graphs
     assert all(map(torch.equal, found, expected))
     assert torch.equal(torch.cuda.get_rng_state(), state)
     torch.cuda.synchronize()  # fails inside of a capture
+
+
+@pytest.mark.usefixtures("kernel_device")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are not interpreted")
+def test_a_replay_that_fails_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if there had been no graph: decisions are made once, and the cache can be used."""
+    emb, replays = made(100, 40), mock.Mock(side_effect=[None, DriverError("not now")])
+    cache = cache_of(emb)
+    monkeypatch.setattr(kernels, "N_EAGER", 1)
+    monkeypatch.setattr(
+        kernels, "Graph", lambda function, _: mock.Mock(replay=lambda: replays() or function())
+    )
+    cache._graphs._can_capture = True
+    found = []
+    for n in range(2):
+        found.append(prefetch(cache, [n, n + 1, 30], 2))
+    with pytest.warns(UserWarning, match="could not be used .not now"):
+        found += [prefetch(cache, [n, n + 1, 30], 2) for n in range(2, 5)]
+    assert replays.call_count == 2
+    assert [batch.unique.rows.tolist() for batch in found if batch] == [[n, n + 1, 30] for n in range(5)]
+    assert int(cache.index.clock) == 5
+    assert cached_rows(emb) == {*range(6), 30}
+    emb(torch.tensor([1]))  # the cache is in order
 
 
 @pytest.mark.usefixtures("kernel_device")

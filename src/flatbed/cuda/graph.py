@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import threading
+import os
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,17 +18,23 @@ from functools import partial
 import torch
 
 from flatbed.cuda.driver import Driver, driver
-from flatbed.cuda.host_memory import free_after_captures
-from flatbed.cuda.streams import relaxed_capture, stream_for
+from flatbed.cuda.host_memory import free_after_captures, unless_forked
+from flatbed.cuda.streams import capture_lock, relaxed_capture, stream_for
 
-_lock = threading.Lock()
 _pools: dict[torch.device, torch.cuda.MemPool] = {}
 
 
 def can_capture(device: torch.device) -> bool:
-    """Return True for GPUs with NVIDIA's driver and torch's own allocator."""
-    is_nvidia = device.type == "cuda" and torch.version.cuda is not None
-    return is_nvidia and torch.cuda.get_allocator_backend() == "native"
+    """Return True for GPUs with NVIDIA's driver and torch's own allocator, as it is by default."""
+    if device.type != "cuda" or torch.version.cuda is None:
+        return False
+    settings = [os.environ.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")]
+    return (
+        torch.cuda.get_allocator_backend() == "native"
+        and "max_split_size" not in "".join(settings)  # it may free memory of graphs if there is no other
+        # Pools of older versions take the memory of all threads.
+        and hasattr(torch._C, "_cuda_beginAllocateCurrentThreadToPool")
+    )
 
 
 class Graph:
@@ -41,26 +47,23 @@ class Graph:
 
     def __init__(self, function: Callable[[], object], device: torch.device) -> None:
         """Raise DriverError or RuntimeError if the capture fails; nothing has run then."""
-        self._device, self._driver = device, driver()
-        stream = stream_for(device, "decisions")  # which nothing else uses; kernels keep its high priority
-        with (
-            _lock,
-            torch.cuda.stream(stream),
-            torch.cuda.use_mem_pool(_pool_of(device)),
-            _no_garbage_collection(),
-        ):
+        self._device, self._driver, pool = device, driver(), _pool_of(device)
+        # No other work of the package is in this stream. Kernels keep its high priority.
+        stream = stream_for(device, "decisions")
+        with capture_lock, torch.cuda.stream(stream), torch.cuda.use_mem_pool(pool), _no_garbage_collection():
+            _check_in_use(pool)
             try:
                 self._driver.begin_capture(stream.cuda_stream)
                 function()
+                self._graph = self._driver.end_capture(stream.cuda_stream)
             except BaseException:
                 self._driver.drop_capture(stream.cuda_stream)
                 raise
-            self._graph = self._driver.end_capture(stream.cuda_stream)
-        release = partial(_release, self._driver, self._graph)
-        weakref.finalize(self, free_after_captures, release).atexit = False
+        release = partial(free_after_captures, partial(_release, self._driver, self._graph))
+        weakref.finalize(self, unless_forked, os.getpid(), release).atexit = False
 
     def replay(self) -> None:
-        """Issue the launches in the current stream."""
+        """Issue the launches in the current stream. Raise DriverError if the driver does not take them."""
         self._driver.launch_graph(self._graph, torch._C._cuda_getCurrentRawStream(self._device.index))
 
 
@@ -78,6 +81,14 @@ def _pool_of(device: torch.device) -> torch.cuda.MemPool:
         _pools[device] = torch.cuda.MemPool()
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(_pools[device]))  # not at exit, either
     return _pools[device]
+
+
+def _check_in_use(pool: torch.cuda.MemPool) -> None:
+    """Raise if memory comes from elsewhere: from a pool of the user, or uncached."""
+    address = torch.empty(1, device=torch.device("cuda")).data_ptr()
+    segments = ((segment["address"], segment["total_size"]) for segment in pool.snapshot())  # type: ignore[no-untyped-call,unused-ignore]
+    if not any(begin <= address < begin + size for begin, size in segments):
+        raise RuntimeError("torch takes the memory of graphs from another pool")
 
 
 @contextmanager

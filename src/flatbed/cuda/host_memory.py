@@ -20,6 +20,7 @@ from torch import Tensor
 
 from flatbed.cuda import driver as cuda_driver
 from flatbed.cuda.driver import DriverError
+from flatbed.cuda.streams import capture_lock
 from flatbed.errors import FlatbedError
 from flatbed.progress import progress
 
@@ -117,12 +118,13 @@ def available_bytes() -> int:
 def _own(address: int, nbytes: int, release: Callable[[], object]) -> tuple[Tensor, Finalizer]:
     """Make a tensor over memory that is released with its last view: once, and not in a forked child."""
     buffer = (ctypes.c_uint8 * nbytes).from_address(address)  # torch holds it as long as any view lives
-    released = weakref.finalize(buffer, _unless_forked, os.getpid(), release)
+    released = weakref.finalize(buffer, unless_forked, os.getpid(), release)
     released.atexit = False
     return torch.frombuffer(buffer, dtype=torch.uint8), released
 
 
-def _unless_forked(process: int, release: Callable[[], object]) -> None:
+def unless_forked(process: int, release: Callable[[], object]) -> None:
+    """Free something that belongs to a process."""
     if os.getpid() == process:
         release()
 
@@ -258,7 +260,7 @@ def free_after_captures(release: Callable[[], object]) -> None:
 def _free_postponed() -> None:
     """Free memory, unless a CUDA graph is being captured: freeing would invalidate it."""
     has_started = bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call,unused-ignore]
-    if has_started and torch.cuda.is_current_stream_capturing():
+    if capture_lock.locked() or (has_started and torch.cuda.is_current_stream_capturing()):
         return
     while _postponed:
         _postponed.pop()()

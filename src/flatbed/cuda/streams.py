@@ -117,6 +117,16 @@ class OrderedLock:
         self._lock.release()
 
 
+capture_lock = threading.Lock()
+"""Held while the package captures a graph (`cuda.graph`): no thread may wait for the whole GPU then."""
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for all work of a GPU."""
+    with capture_lock:
+        torch.cuda.synchronize(device)
+
+
 _streams: dict[tuple[torch.device, str], torch.cuda.Stream] = {}
 _lock = OrderedLock("streams")
 

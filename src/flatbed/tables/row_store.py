@@ -14,7 +14,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 
-from flatbed.cuda.streams import OrderedLock, is_capturing
+from flatbed.cuda.streams import OrderedLock, is_capturing, synchronize
 from flatbed.errors import FlatbedError
 from flatbed.kernels import RecordLocation
 from flatbed.tables.cache.base import LookupBatch
@@ -452,7 +452,7 @@ class RowStore:
         if self.cache is not None:
             self.cache.drop() if drop else self.cache.flush()
         if self.device.type == "cuda" and self._storage is not None:
-            torch.cuda.synchronize(self.device)
+            synchronize(self.device)
 
     def ensure_cache(self, n_ids: int, *, n_batches: int = 2) -> Cache | None:
         """Return the cache for batches of so many ids, if the table has one.
@@ -477,7 +477,7 @@ class RowStore:
                 self.forget_cache()
                 self.cache = build_cache(storage, n_slots, policy=config.cache_policy, device=device)
                 if device.type == "cuda":  # other streams use it without an event
-                    torch.cuda.synchronize(device)
+                    synchronize(device)
             self._cache_serves = sys.maxsize if config.is_cache_sized else n_needed
             return self.cache
 

@@ -340,18 +340,19 @@ class DecisionGraphs:
     def decide(self, keys: Tensor, window: int) -> Decisions:
         """Decide in the current stream."""
         kind = keys.numel(), window
-        graph = self._graphs.get(kind)
-        if graph is None and self._is_frequent(kind):
-            try:
-                graph = self._graphs[kind] = DecisionGraph(self._index, keys, window)
-            except (DriverError, RuntimeError) as error:
-                self._can_capture = False
-                warnings.warn(
-                    f"a CUDA graph could not be captured ({error}): prefetching goes on, and takes the host "
-                    "longer",
-                    stacklevel=2,
-                )
-        return decide(self._index, keys, window) if graph is None else graph.replay(keys)
+        try:
+            if kind not in self._graphs and self._is_frequent(kind):
+                self._graphs[kind] = DecisionGraph(self._index, keys, window)
+            if kind in self._graphs:
+                return self._graphs[kind].replay(keys)
+        except GraphError as error:
+            self._can_capture = False
+            self._graphs.clear()
+            warnings.warn(
+                f"a CUDA graph could not be used ({error}): prefetching goes on, and takes the host longer",
+                stacklevel=2,
+            )
+        return decide(self._index, keys, window)
 
     def _is_frequent(self, kind: tuple[int, int]) -> bool:
         if not self._can_capture or not kind[0] or len(self._graphs) == MAX_GRAPHS:
@@ -362,26 +363,36 @@ class DecisionGraphs:
         return self._n_uses[kind] > N_EAGER
 
 
+class GraphError(Exception):
+    """A graph could not be captured or replayed. Nothing has run."""
+
+
 class DecisionGraph:
     """A CUDA graph of `decide` for the number of keys and a window."""
 
     def __init__(self, index: CacheIndex, keys: Tensor, window: int) -> None:
         self._index = index
-        with torch.inference_mode(False):  # later replays may be outside
-            self._keys = torch.empty_like(keys)
-            out = Decisions.allocate(keys.numel(), keys.device)
-            self._memory = out.memory
-            try:
+        try:
+            with torch.inference_mode(False):  # later replays may be outside
+                self._keys = torch.empty_like(keys)
+                out = Decisions.allocate(keys.numel(), keys.device)
+                self._memory = out.memory
                 self._graph = Graph(lambda: decide(index, self._keys, window, out=out), keys.device)
-            finally:
-                index.moving = False
+        except (DriverError, RuntimeError) as error:
+            raise GraphError(error) from error
+        finally:
+            index.moving = False
 
     def replay(self, keys: Tensor) -> Decisions:
         """Decide in the current stream. Returns a copy, since the next replay writes to the same memory."""
         copy = torch.empty_like(self._memory)  # before the index changes, since it may fail
         self._keys.copy_(keys)
         self._index.moving = True
-        self._graph.replay()
+        try:
+            self._graph.replay()
+        except DriverError as error:
+            self._index.moving = False
+            raise GraphError(error) from error
         return Decisions.of(copy.copy_(self._memory), keys.numel())
 
 

@@ -42,7 +42,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from flatbed.cuda.streams import is_capturing, relaxed_capture, stream_for
+from flatbed.cuda.streams import is_capturing, relaxed_capture, stream_for, synchronize
 from flatbed.errors import FlatbedError
 from flatbed.kernels import RecordLocation, UniqueRows
 from flatbed.kernels.cache import CacheIndex
@@ -109,7 +109,7 @@ class GpuCache:
         They are, if its ids fit in addition to those of the last `window` admissions. The current stream,
         "rows", is ordered after the training work on all batches before these. Records move in "records".
         """
-        if self.in_graphs:
+        if self.in_graphs or is_capturing(self.device):
             return None
         while self._streams_to_await:
             stream_for(self.device, "rows").wait_stream(self._streams_to_await.pop())
@@ -222,7 +222,7 @@ class GpuCache:
         """Write changed records to storage, and wait until they are there."""
         self.wait_for_prefetch()
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+            synchronize(self.device)
         self._kernels.flush(self.index, self.location)
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()

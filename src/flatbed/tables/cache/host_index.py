@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flatbed.cuda.streams import OrderedLock
+from flatbed.cuda.streams import OrderedLock, synchronize
 from flatbed.kernels import RecordLocation, UniqueRows, use_triton
 from flatbed.kernels import rows as ops
 from flatbed.kernels.cache import (
@@ -313,7 +313,7 @@ class HostIndexCache:
     def flush(self) -> None:
         with self.lock:
             if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
+                synchronize(self.device)
             dirty = self.index.dirty.nonzero().flatten()
             for slots in torch.split(dirty, max(1, FLUSH_BYTES // self.record.nbytes)):
                 copies = self._copy_to_host(self._copy_to_device(slots))
@@ -337,7 +337,7 @@ class HostIndexCache:
     def abandon(self) -> None:
         with self.lock, self._ordered():
             if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
+                synchronize(self.device)
             self.writer.abandon()
             self._clear()
             self.writer.clear()
