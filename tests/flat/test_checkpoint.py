@@ -15,6 +15,7 @@ import torch
 import torch.distributed.checkpoint.state_dict as dcp
 from torch import nn
 
+import flatbed
 from flatbed import FlatbedError, FlatParams
 from tests.cases import BOTH, OPTIMIZERS, OptimizerCase, assert_same, batches, build, loss_of, two_groups
 from tests.flat.twins import twins
@@ -194,10 +195,29 @@ def test_functions_that_look_for_the_parameters_in_the_model(has_state: bool) ->
         lambda: dcp.set_optimizer_state_dict(model, optimizer, saved),
     ):
         with pytest.raises(
-            FlatbedError, match=r"flat\.optimizer_state_dict.*flat\.load_optimizer_state_dict"
+            FlatbedError, match=r"flat\.optimizer_state_dict.*one step.*flat\.load_optimizer_state_dict"
         ):
             call()
     assert_equal_states(reference.state_dict(), flat.optimizer_state_dict(optimizer))
+
+
+def test_a_checkpoint_of_another_order_of_parameters(tmp_path: Path) -> None:
+    """The flat state would be loaded onto other parameters of the same number of elements."""
+
+    def trained(order: str, *, load: bool) -> Any:
+        torch.manual_seed(0)
+        model = nn.ModuleDict({name: nn.Linear(3, 3 if name == "a" else 1) for name in order})
+        optimizer = torch.optim.Adam(FlatParams(model).parameters())
+        if load:
+            flatbed.load_checkpoint(tmp_path, model, optimizer)
+        model["b"](model["a"](torch.ones(3))).sum().backward()
+        optimizer.step()
+        return model, optimizer
+
+    flatbed.save_checkpoint(tmp_path, *trained("ab", load=False))
+    trained("ab", load=True)
+    with pytest.raises(FlatbedError, match=r"\['a.weight', 3, 3\].*Adam has .*\['b.weight', 1, 3\]"):
+        trained("ba", load=True)
 
 
 @BOTH

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flatbed import FlatbedError, FlatParams
 from tests.cases import BOTH, assert_same, batches
@@ -107,6 +108,49 @@ def test_a_closures_gradients_are_checked_after_it_ran(grads: str) -> None:
     kept = model.right.weight.detach().clone()
     optimizer.step(closure=lambda: closure("left"))
     assert torch.equal(kept, model.right.weight)
+    assert not torch.equal(before.buffers[0], flat.buffers[0])
+
+
+@BOTH
+def test_an_optimizer_that_ignores_the_closure(grads: str) -> None:
+    """It steps with the gradients of an earlier backward pass."""
+
+    class Momentum(torch.optim.Optimizer):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, {})
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for p in self.param_groups[0]["params"]:
+                if p.grad is not None:
+                    self.state[p].setdefault("sum", torch.zeros_like(p)).mul_(0.9).add_(p.grad)
+                    p.sub_(self.state[p]["sum"])
+
+    model = TwoHeads()
+    flat = FlatParams(model, grads=grads)  # type: ignore[arg-type]
+    optimizer = Momentum(flat.parameters())
+    model(X).backward()
+    optimizer.step(lambda: None)
+    optimizer.zero_grad()
+    before = flat.snapshot()
+    model(X, "left").backward()
+    with pytest.raises(FlatbedError, match=MISSING):
+        optimizer.step(lambda: None)
+    assert torch.equal(before.buffers[0], flat.buffers[0])
+
+
+@BOTH
+def test_steps_under_fake_tensors_leave_no_gradient_behind(grads: str) -> None:
+    """A flat gradient without values stayed, and later steps trained nothing."""
+    model, optimizer, flat = make(grads, steps=1)[1]
+    model(X).backward()
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True),
+        pytest.raises(FlatbedError, match="gathering gradients under FakeTensorMode"),
+    ):
+        optimizer.step()
+    before = flat.snapshot()
+    optimizer.step()
     assert not torch.equal(before.buffers[0], flat.buffers[0])
 
 

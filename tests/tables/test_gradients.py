@@ -397,6 +397,20 @@ def test_a_frozen_table_steps_with_the_gradients_it_has() -> None:
     assert torch.equal(ours.weight, theirs.weight)
 
 
+def test_a_table_that_is_frozen_before_backward_has_no_gradient() -> None:
+    """As a parameter of torch."""
+    ours = made()
+    theirs = torch.nn.Embedding.from_pretrained(ours.weight.detach().clone(), freeze=False)
+    for emb, optim in ((ours, flatbed.optim.SGD), (theirs, torch.optim.SGD)):
+        optimizer = optim(emb.parameters(), lr=0.1)
+        rows = emb(torch.tensor([1, 2]))
+        emb.requires_grad_(False)
+        rows.sum().backward()
+        assert emb.weight.grad is None
+        optimizer.step()
+    assert torch.equal(ours.weight, theirs.weight)
+
+
 def test_an_optimizer_of_ones_own_over_a_table_raises() -> None:
     """The gradient of one row would be added to all of them, by broadcasting."""
     emb = made()

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from flatbed.distributed.dense_shards import Sharding, is_dtensor, local_of
 from flatbed.errors import FlatbedError
+from flatbed.flat.buffer import FlatParameter
 from flatbed.kernels.step import StepOptions
 from flatbed.optim.optimizer import Optimizer as FlatbedOptimizer
 from flatbed.tables.embedding import DenseStateDict
@@ -167,9 +168,15 @@ def options_of(optimizer: Optimizer) -> dict[str, Any]:
     return asdict(optimizer._options) if isinstance(optimizer, FlatbedOptimizer) else {}
 
 
-def shapes_of(optimizer: Optimizer) -> list[list[list[int]]]:
-    """Return the shapes of an optimizer's parameters by group."""
-    return [[list(p.shape) for p in group["params"]] for group in optimizer.param_groups]
+def shapes_of(optimizer: Optimizer) -> list[list[Any]]:
+    """Return the shapes of parameters by group; of a flat one, the names and shapes of its parts."""
+
+    def shape(param: Tensor) -> list[Any]:
+        if isinstance(param, FlatParameter):
+            return [[segment.name, *segment.shape] for segment in param.buffer.segments]
+        return list(param.shape)
+
+    return [[shape(p) for p in group["params"]] for group in optimizer.param_groups]
 
 
 def check_same(optimizer: Optimizer, state: Any, shapes: Any, *, where: str) -> None:

@@ -19,6 +19,7 @@ from torch import nn
 
 from flatbed.cuda.streams import is_capturing
 from flatbed.errors import FlatbedError
+from flatbed.kernels import check_values_exist
 from flatbed.layout import BufferLayout, Segment
 from flatbed.optim.state import own_storage
 
@@ -142,6 +143,7 @@ class Buffer:
         grads = [p.grad for p in self.originals]
         if all(g is None for g in grads):
             return None
+        check_values_exist("gathering gradients")
         self._make_views()
         assert self.grad is not None
         if len(self.padding):
@@ -310,8 +312,9 @@ class FlatParameter(nn.Parameter):
         if sys._getframe(1).f_globals.get("__name__") == DCP:  # it would end in KeyError: 0
             raise FlatbedError(
                 "torch's functions for distributed checkpoints look for an optimizer's parameters in the "
-                "model, which has no flat ones: give dcp.save and dcp.load the state dict of "
-                "flat.optimizer_state_dict(optimizer), and load it by flat.load_optimizer_state_dict"
+                "model, which has no flat ones: give dcp.save the state dict of "
+                "flat.optimizer_state_dict(optimizer). To load, take one step first, let dcp.load fill that "
+                "state dict, and pass it to flat.load_optimizer_state_dict"
             )
         return id(self)
 

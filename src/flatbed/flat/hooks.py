@@ -50,12 +50,16 @@ class Step:
             p.buffer.in_step = is_gathered and self.is_only_hook
             p.show_grad(is_gathered)
 
-    def collect(self) -> None:
-        """Gather every gradient, refuse missing ones, and clip if `FlatParams.step` asks for it."""
+    def refuse_missing(self) -> None:
+        """Gather every gradient, and raise if some parameters have none."""
         self.buffers = [p.buffer for p in self.flats if p.gather_grad() is not None]
         for p in self.flats:
             if p.buffer in self.buffers:
                 _refuse_missing(p._owner, p.buffer)
+
+    def collect(self) -> None:
+        """Gather every gradient, refuse missing ones, and clip if `FlatParams.step` asks for it."""
+        self.refuse_missing()
         for owner in self.owners:
             if all(buffer.no_backward for buffer in self.buffers):
                 _report_no_grads(owner)
@@ -110,8 +114,11 @@ def _before_step(
     _check_first_step(optimizer, step)
     _refuse_unfrozen(step.owners, optimizer)
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    closure = closure if callable(closure) else None  # some optimizers take other arguments
     if closure is None:
         step.collect()
+    else:
+        step.refuse_missing()  # the optimizer may not call it
     step.keep_frozen()
     _active.setdefault(optimizer, []).append(step)
     if closure is None:

@@ -184,6 +184,8 @@ class Table(TableParameter):
 
     def _record_grads(self, rows: Tensor, grads: Tensor, batch: LookupBatch | None = None) -> None:
         """Record the gradients of a lookup. Called in backward, in any thread."""
+        if not self._needs_grad:  # frozen since the lookup: as in torch, there is no gradient
+            return
         if self._owner_ref is None or self._owner_ref() is None:
             self._orphaned = self._last_training
         self._grads.record(rows, grads, batch)
