@@ -246,6 +246,23 @@ def test_add_param_group_in_mid_training() -> None:
     assert_same(*models)
 
 
+def test_state_that_a_wrapper_adds_is_not_dropped_in_silence() -> None:
+    """Lookahead, for example, would begin again at every step."""
+    emb = flatbed.Embedding(10, 2)
+    optimizer = flatbed.optim.Adam(emb, lr=0.1)
+    for _ in range(2):
+        emb([1, 2]).sum().backward()
+        optimizer.step()
+    before = emb.weight.clone()
+    optimizer.state[emb.table]["slow"] = torch.ones(2)
+    with pytest.raises(flatbed.FlatbedError, match=r"\['slow'\] in the state of Table.*would be lost"):
+        optimizer.step()
+    assert torch.equal(emb.weight, before)
+    del optimizer.state[emb.table]["slow"]
+    optimizer.step()
+    assert not torch.equal(emb.weight, before)
+
+
 @pytest.mark.parametrize("options", [{}, {"per_row_steps": True}], ids=str)
 def test_groups_built_again(options: Any) -> None:
     first, second = made(), made()

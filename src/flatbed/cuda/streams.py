@@ -57,7 +57,8 @@ Locks, in the order in which a thread may take them (`LOCK_ORDER`)
 | "streams" | the named streams below |
 
 A thread that holds a lock takes only locks further down. `FLATBED_DEBUG_LOCKS=1` checks that at every
-`OrderedLock`.
+`OrderedLock`. Under `capture_lock`, which is held for the millisecond of a capture and for `synchronize`, no
+other lock is taken.
 """
 
 from __future__ import annotations

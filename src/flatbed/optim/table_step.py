@@ -277,6 +277,12 @@ class OptimizerTables:
         shown = {name: scalars[name] for name in rule.shown_scalars if name in scalars}
         shown |= dict.fromkeys((*rule.state_names(group), *owned.row_scalars))
         held = owner.state.get(owned.table)
+        odd = (held or {}).keys() - {*shown, *rule.state, *rule.scalars, *rule.shown_scalars}
+        if odd:  # of a wrapper, Lookahead for example
+            raise FlatbedError(
+                f"{sorted(odd)} in the state of {owned.table!r} would be lost: a table's rows have the "
+                "state of the optimizer itself, and no other. Leave tables out of what wraps the optimizer"
+            )
         if held is None or [*map(id, held.values())] != [*map(id, shown.values())]:
             owner.state[owned.table] = shown
 
