@@ -47,11 +47,16 @@ class Graph:
 
     def __init__(self, function: Callable[[], object], device: torch.device) -> None:
         """Raise DriverError or RuntimeError if the capture fails; nothing has run then."""
-        self._device, self._driver, pool = device, driver(), _pool_of(device)
+        self._device, self._driver = device, driver()
         # No other work of the package is in this stream. Kernels keep its high priority.
         stream = stream_for(device, "decisions")
-        with capture_lock, torch.cuda.stream(stream), torch.cuda.use_mem_pool(pool), _no_garbage_collection():
-            _check_in_use(pool)
+        with (
+            capture_lock,
+            torch.cuda.stream(stream),
+            torch.cuda.use_mem_pool(_pool_of(device)),
+            _no_garbage_collection(),
+        ):
+            _check_in_use(_pool_of(device))
             try:
                 self._driver.begin_capture(stream.cuda_stream)
                 function()
@@ -73,7 +78,7 @@ def _release(driver: Driver, graph: int) -> None:
 
 
 def _pool_of(device: torch.device) -> torch.cuda.MemPool:
-    """Return the memory of all graphs of a device.
+    """Return the memory of all graphs of a device, the current one.
 
     It is never destroyed: that would free memory, which ends a capture of the user that is going on.
     """
