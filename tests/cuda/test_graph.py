@@ -110,6 +110,7 @@ def test_nothing_is_freed_and_nobody_waits_during_a_capture(monkeypatch: pytest.
         ("cuda", "native", "expandable_segments:True", True),
         ("cuda", "native", "max_split_size_mb:128", False),
         ("cuda", "cudaMallocAsync", "", False),
+        ("cuda", "native", "off", False),
     ],
 )
 def test_where_graphs_are_captured(
@@ -118,6 +119,7 @@ def test_where_graphs_are_captured(
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch._C, "_cuda_beginAllocateCurrentThreadToPool", None, raising=False)
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: backend)
+    monkeypatch.setenv("FLATBED_PREFETCH_GRAPHS", "0" if settings == "off" else "1")
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", settings)
     assert can_capture(torch.device(device)) == expected
 

@@ -21,12 +21,13 @@ from flatbed.cuda.driver import Driver, driver
 from flatbed.cuda.host_memory import free_after_captures, unless_forked
 from flatbed.cuda.streams import capture_lock, relaxed_capture, stream_for
 
+SWITCH = "FLATBED_PREFETCH_GRAPHS"
 _pools: dict[torch.device, torch.cuda.MemPool] = {}
 
 
 def can_capture(device: torch.device) -> bool:
     """Return True for GPUs with NVIDIA's driver and torch's own allocator, as it is by default."""
-    if device.type != "cuda" or torch.version.cuda is None:
+    if device.type != "cuda" or torch.version.cuda is None or os.environ.get(SWITCH) == "0":
         return False
     settings = [os.environ.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")]
     return (
