@@ -79,7 +79,7 @@ def _release(driver: Driver, graph: int) -> None:
 
 
 def _pool_of(device: torch.device) -> torch.cuda.MemPool:
-    """Return the memory of all graphs of a device, the current one.
+    """Return the memory of all graphs of the current device.
 
     It is never destroyed: that would free memory, which ends a capture of the user that is going on.
     """
