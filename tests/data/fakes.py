@@ -31,6 +31,7 @@ class FakeRequest:
     tensors: list[Tensor]
     ids: list[list[int]]
     state: str = "staged"
+    n_moves: int = 0
 
 
 @dataclass(eq=False)
@@ -65,8 +66,12 @@ class FakePrefetch:
         request.state = "admitted"
         self._note("admit", request)
 
+    def issue_moves(self, request: FakeRequest) -> None:
+        """Also called after an error of `admit`."""
+        request.n_moves += 1
+
     def begin(self, request: FakeRequest, *_: Any) -> None:
-        assert request.state == "admitted"
+        assert (request.state, request.n_moves) == ("admitted", 1)
         request.state, request.tensors = "begun", []
         self._note("begin", request)
 

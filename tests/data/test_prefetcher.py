@@ -661,6 +661,23 @@ def test_ids_on_the_gpu_are_kept_for_admissions(
     iterator.close()
 
 
+def test_memory_of_dropped_batches_is_kept_for_their_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It belongs to the training stream, which has not waited for "rows"."""
+    record, rows, training = mock.Mock(), Rows(), Rows()
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: training)
+    monkeypatch.setattr(pipeline, "stream_for", lambda *_: rows)
+    monkeypatch.setattr(pipeline.MovedBatch, "record_stream", record)
+    iterator = iter(Prefetcher(batches(8), device="cpu"))
+    iterator._rows = rows
+    for _ in range(2):
+        next(iterator)
+    assert not record.called  # the loop waits for the copies of its own batches
+    iterator._pipeline.mover.on_gpu = True
+    iterator.close()
+    assert record.call_args_list == [mock.call(rows)] * 2
+
+
 @DEVICES
 def test_hundreds_of_iterations_do_not_grow(device: str) -> None:
     emb = flatbed.Embedding(ROWS, 4, device=device)

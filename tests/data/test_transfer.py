@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flatbed import Prefetcher
 from flatbed.data import batches as transfers
-from flatbed.data.batches import ALIGNMENT, FEW, as_tensor, pinned, send
+from flatbed.data.batches import ALIGNMENT, FEW, Sent, as_tensor, pinned, send
 from tests.data.fakes import CPU
 
 KINDS = {
@@ -72,13 +72,20 @@ def check(found: list[Tensor], wanted: list[Tensor]) -> None:
         assert torch.equal(bits(one), bits(want))
 
 
+def sent_to_cpu(tensors: list[Tensor]) -> Sent:
+    sent = send(tensors, CPU)
+    for copy in sent.copies:
+        copy.issue()
+    return sent
+
+
 @pytest.mark.parametrize("n_beside", [0, FEW], ids=["alone", "packed"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_arrives_bit_for_bit(kind: str, n_beside: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfers, "PIECE_BYTES", 4096)
     monkeypatch.setattr(transfers, "SMALL_BYTES", 2048)
     want = given(kind)
-    sent, _ = send([want, *torch.ones(n_beside, 8).unbind()], CPU)
+    sent = sent_to_cpu([want, *torch.ones(n_beside, 8).unbind()]).tensors
     check(sent[:1], [want])
     if kind in ("transposed", "channels last", "small channels last", "fortran", "permuted"):
         assert sent[0].stride() == want.stride(), "as with Tensor.to"
@@ -88,7 +95,7 @@ def test_every_kind_arrives_bit_for_bit(kind: str, n_beside: int, monkeypatch: p
 def test_small_tensors_share_memory() -> None:
     """They are not views of each other to autograd, which would complain about changes of its neighbours."""
     small = [torch.full((i % 7 + 1, 4), float(i)) for i in range(100)]
-    sent, owners = send([*small, torch.ones(3), torch.arange(500_000.0)], CPU)
+    sent, owners, _ = sent_to_cpu([*small, torch.ones(3), torch.arange(500_000.0)])
     check(sent[:100], small)
     assert len(owners) == 3
     assert len({tensor.untyped_storage().data_ptr() for tensor in sent[:100]}) == 1
@@ -169,6 +176,22 @@ def test_memory_of_a_small_batch_is_not_used_again_too_early() -> None:
         torch.cuda._sleep(1_000_000)
         bad += (batch != i).sum()
         del batch
+    assert int(bad) == 0
+
+
+@pytest.mark.gpu
+def test_memory_of_batches_that_are_dropped_is_not_used_again_too_early() -> None:
+    """They were allocated in the training stream, and are copied in another one."""
+    bad, busy = torch.zeros((), dtype=torch.long, device="cuda"), torch.rand(4000, 4000, device="cuda")
+    for _ in range(10):
+        iterator = iter(Prefetcher([torch.full((100_000,), i + 1) for i in range(4)], device="cuda"))
+        busy @ busy  # the copies wait for it
+        next(iterator)
+        iterator.close()
+        del iterator
+        zeros = [torch.zeros(100_000, dtype=torch.int64, device="cuda") for _ in range(4)]
+        torch.cuda._sleep(2_000_000)
+        bad += sum(one.count_nonzero() for one in zeros)
     assert int(bad) == 0
 
 

@@ -128,6 +128,9 @@ def test_victims_have_low_scores(n: int) -> None:
 def prefetch(cache: Any, rows: Any, window: int) -> LookupBatch | None:
     keys = torch.as_tensor(rows, device=cache.device)
     found = cache.prefetch(keys, window=window, reservation=None)
+    if keys.is_cuda:
+        torch.cuda.synchronize()  # a prefetcher decides in the stream "rows", and orders the moves after it
+    cache.issue_moves()
     return None if found is None else LookupBatch(keys.shape, keys, found[0], cache, found[1])
 
 
@@ -236,10 +239,10 @@ def test_a_replay_that_fails_is_launched(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_few_graphs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a size for each batch there would be no end of them."""
     index = decisions.CacheIndex(100, 100, policy="lru", device=CPU)
-    graphs, captured = kernels.DecisionGraphs(index), []
+    graphs, captured = kernels.DecisionGraphs(index, torch.int32), []
     graphs._can_capture = True
     monkeypatch.setattr(
-        kernels, "DecisionGraph", lambda _, keys, __: captured.append(keys.numel()) or mock.Mock()
+        kernels, "DecisionGraph", lambda _, n, window, dtype: captured.append(n) or mock.Mock()
     )
     for n in (*range(1, 200), *[7] * 10, *[8] * 5, *[*range(20, 40)] * 6):
         graphs.decide(torch.arange(n), 2)
@@ -425,24 +428,25 @@ class Simulation:
         self.training = self.current = Stream()
         self.streams = {"rows": Stream(), "records": Stream()}
         self.work: list[Work] = []
+        self.moving: dict[int, set[int]] = {}
         self.pending: list[tuple[list[LookupBatch], Any]] = []
         self.begun: list[list[LookupBatch]] = []
         self.cache.device = torch.device("cuda")
-        admit = kernels.admit
+        decide, move = kernels.decide, kernels.move
 
-        def issue_admission(
-            index: Any, keys: Tensor, *args: Any, moves: Stream | None = None, **options: Any
-        ) -> Any:
+        def issue_decisions(index: Any, keys: Tensor, *args: Any, **options: Any) -> Any:
             before = index.slot_of_row.clone()
-            found = admit(index, keys, *args, **options)
-            rows = set((index.slot_of_row != before).nonzero().flatten().tolist())
-            self.issue(rows, "decisions")
-            if moves is not None:
-                moves.wait_stream(self.current)
-            self.issue(rows, "moves", moves)
+            found = decide(index, keys, *args, **options)
+            self.moving[id(found)] = set((index.slot_of_row != before).nonzero().flatten().tolist())
+            self.issue(self.moving[id(found)], "decisions")
             return found
 
-        monkeypatch.setattr(kernels, "admit", issue_admission)
+        def issue_moves(decided: Any, location: Any, stream: Stream | None = None) -> None:
+            move(decided, location)
+            self.issue(self.moving[id(decided)], "moves", stream)
+
+        monkeypatch.setattr(kernels, "decide", issue_decisions)
+        monkeypatch.setattr(kernels, "move", issue_moves)
         monkeypatch.setattr(gpu, "is_capturing", lambda device: False)
         monkeypatch.setattr(gpu, "stream_for", lambda device, purpose: self.streams[purpose])
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.current)
@@ -460,6 +464,7 @@ class Simulation:
                 batches.append(LookupBatch(keys.shape, keys, found[0], self.cache, found[1]))
         self.current = self.training
         self.streams["records"].wait_stream(self.streams["rows"])
+        self.cache.issue_moves()
         self.pending.append((batches, self.streams["records"].record_event()))
 
     def begin(self) -> None:
@@ -545,26 +550,30 @@ class TestOrder:
         assert simulation.cache.prefetch(torch.tensor([3]), window=1, reservation=None) is None
 
     def test_work_waits_for_an_admission_that_failed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Moves that were decided before are issued by the next work."""
         simulation = Simulation(monkeypatch, N_ROWS, 1, 1)
-        admit = kernels.admit
+        decide = kernels.decide
 
-        def fail(*args: Any, moves: Stream, **options: Any) -> None:
+        def fail(index: Any, keys: Tensor, *args: Any) -> Any:
+            if int(keys[0]) == 2:
+                return decide(index, keys, *args)
             simulation.issue({1}, "decisions")
             raise MemoryError
 
-        monkeypatch.setattr(kernels, "admit", fail)
+        monkeypatch.setattr(kernels, "decide", fail)
         with pytest.raises(MemoryError):
-            simulation.prefetch([torch.tensor([1])])
+            simulation.prefetch([torch.tensor([2, 4]), torch.tensor([1])])
         simulation.current = simulation.training
-        monkeypatch.setattr(kernels, "admit", admit)
+        monkeypatch.setattr(kernels, "decide", decide)
         simulation.cache.admit(torch.tensor([1, 2]))
+        assert [work.part for work in simulation.work] == [*["decisions"] * 2, "moves", "decisions", "moves"]
         assert simulation.conflicts() == 0
 
     @pytest.mark.parametrize("is_left", [True, False])
     def test_memory_of_the_last_batch_is_kept_for_its_step(
         self, is_left: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """A loop that goes on lets "rows" wait instead."""
+        """And that of the two batches after it. A loop that goes on lets "rows" wait instead."""
         emb, stream, record, begin = made(N_ROWS, N_ROWS), Stream(), mock.Mock(), RowPrefetch.begin
         monkeypatch.setattr(LookupBatch, "record_stream", record)
         monkeypatch.setattr(RowPrefetch, "begin", lambda self, request, _: begin(self, request, stream))
@@ -574,7 +583,7 @@ class TestOrder:
             assert not record.called
             if is_left and n == 2:
                 break
-        assert record.call_args_list == [mock.call(stream)] * is_left
+        assert record.call_args_list == [mock.call(stream)] * 3 * is_left
 
     @pytest.mark.parametrize("name", ["protects", "wait_for_prefetch", None])
     def test_each_rule_is_needed(self, name: str | None, monkeypatch: pytest.MonkeyPatch) -> None:

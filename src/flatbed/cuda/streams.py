@@ -18,9 +18,10 @@ Events between them, and the reason for each
 | event | waits for it | reason |
 |---|---|---|
 | `MovedBatch.arrived`, after the copies of a batch | "rows" | admissions read the ids of the batch |
-| "rows", after the decisions of an admission | "records" | they name the records to move |
+| "rows", after the decisions on a batch, of all tables | "records" | they name the records to move |
 | `PendingBatch.ready`, after copies, decisions and moves | training | the step reads batch and slots |
 | `earlier_steps`: training, at each `next` of a loop | "rows" | an admission may evict rows of those steps |
+| | "rows" | they may have used the memory that a small batch is copied to |
 | | loader thread | a large batch is copied after the step of an earlier one: few are on the device |
 | "records", at work on rows that `GpuCache.protects` does not cover | training | admissions may move them |
 | training, at such work | "rows" | the next admission may evict these rows |
@@ -33,12 +34,17 @@ Events between them, and the reason for each
 | "batches", after the copy of rows | training | the caller of the `RowReader` uses them |
 | training, before and after a warm-up | "captures", training | the warm-up is a step of the training |
 
-`record_stream` tells torch's allocator of memory that another stream uses: batches, which training uses; ids
-of "batches", or of a list on the GPU, which "rows" reads; decisions, which "records" reads. Other memory of
-"rows", of admissions, needs none: each `next` lets "rows" wait for all streams that were the training stream
-of the loop before it allocates, and drops the admissions of a batch only then. A loop that is left drops
-those of its last batch at once, and records the training stream. Staging memory is pinned by torch's
-allocator, which keeps a block until its copy is done.
+`record_stream` tells torch's allocator of memory that another stream uses. Each call costs later allocations
+a query of the GPU, 50 to 70 µs per step on a slow host. So a step over small batches has none:
+
+- Memory of a small batch is allocated in the training stream, as if the loop had made the batch. The copies
+  in "rows" are ordered after the allocation (`earlier_steps`), and the step after the copies (`ready`).
+- Memory of admissions is allocated in "rows". A `next` drops that of the last step, and lets "rows" wait for
+  that step, before "rows" allocates again. The step had waited for the moves in "records".
+
+Others need it: large batches, which "batches" allocates, for training; ids of those, or of a list on the GPU,
+for "rows"; batches of a loop that uses several streams; and what a loop that is left has in flight. Staging
+memory is pinned by torch's allocator, which keeps a block until its copy is done.
 
 CUDA graphs of the user are captured in the user's stream. From the first captured lookup on, a table's rows
 are not prefetched to the GPU: see `tables.cache.gpu`. Graphs of the decisions on an admission

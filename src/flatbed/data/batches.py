@@ -1,7 +1,7 @@
 """Nested batches: their leaves, the ids in them, and the way of their tensors to the device.
 
-Tensors are copied through pinned memory of torch's allocator, which keeps a block until its copy is done. The
-loader thread issues the copies in the stream "batches": see `cuda.streams`.
+Tensors are copied through pinned memory of torch's allocator, which keeps a block until its copy is done.
+`cuda.streams` says in which streams batches are allocated and copied.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, fields, is_dataclass
 from operator import is_
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -156,7 +156,7 @@ def select_ids(table: Table, selectors: Sequence[Selector], batch: Any) -> list[
 
 @dataclass(slots=True, eq=False)
 class MovedBatch:
-    """A batch whose copies were issued."""
+    """A batch whose memory on the device is allocated, and the copies that fill it."""
 
     batch: Any
     tensors: dict[int, Tensor]
@@ -165,10 +165,17 @@ class MovedBatch:
     """The batch may have objects that are to be moved by their own `to`."""
     owners: list[Tensor] = field(default_factory=list)
     """Tensors that own the memory of the batch on a GPU."""
+    copies: list[Copy] = field(default_factory=list)
+    """Copies that were not issued yet."""
     arrived: Any = None
-    """The event after copies in the stream "batches"; None if they are in the current stream."""
+    """The event after copies in the stream "batches"; None if they are in another stream."""
     nbytes: int = 0
     """The size of the tensors that were copied to a GPU."""
+
+    def issue_copies(self) -> None:
+        """Issue the copies in the current stream. Does not wait."""
+        while self.copies:
+            self.copies.pop().issue()
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
         """Keep the memory until this stream has used it."""
@@ -213,9 +220,10 @@ class BatchMover:
         extra: Sequence[Tensor] = (),
         stream: torch.cuda.Stream | None = None,
     ) -> MovedBatch:
-        """Issue the copies of a batch with these leaves, and of the tensors `extra`. Does not wait.
+        """Move a batch with these leaves, and the tensors `extra`, to the device. Does not wait.
 
-        Copies to a GPU are issued in `stream`, or in the current stream.
+        With a stream, the copies to a GPU are issued there. Without one, memory is allocated in the current
+        stream, and `MovedBatch.issue_copies` is left to the caller.
         """
         tensors = {id(leaf): leaf for leaf in (*leaves, *extra) if isinstance(leaf, Tensor)}
         has_objects = any(not isinstance(leaf, Tensor) for leaf in leaves)
@@ -226,15 +234,18 @@ class BatchMover:
             copies = stream or torch.cuda.current_stream(self.device)
             copies.wait_stream(torch.cuda.current_stream(origin))
         with nullcontext() if stream is None else torch.cuda.stream(stream):
-            sent, owners = send([*tensors.values()], self.device, is_reused=self.is_reused)
-        arrived = None if stream is None else stream.record_event()
-        if self.is_reused and arrived is not None:
+            sent = send([*tensors.values()], self.device, is_reused=self.is_reused)
+            moved = dict(zip(tensors, sent.tensors, strict=True))
+            there = map_leaves(lambda leaf: moved.get(id(leaf), leaf), batch)
+            nbytes = sum(tensor.nbytes for tensor in sent.owners if tensor.layout == torch.strided)
+            found = MovedBatch(there, moved, has_objects, sent.owners, sent.copies, nbytes=nbytes)
+            if stream is not None:
+                found.issue_copies()
+                found.arrived = stream.record_event()
+        if self.is_reused and found.arrived is not None:
             for origin in origins:  # the loader may write there again
-                torch.cuda.current_stream(origin).wait_event(arrived)
-        moved = dict(zip(tensors, sent, strict=True))
-        there = map_leaves(lambda leaf: moved.get(id(leaf), leaf), batch)
-        nbytes = sum(tensor.nbytes for tensor in owners if tensor.layout == torch.strided)
-        return MovedBatch(there, moved, has_objects, owners, arrived, nbytes)
+                torch.cuda.current_stream(origin).wait_event(found.arrived)
+        return found
 
     def move_object(self, leaf: Any) -> Any:
         """Move a leaf that moves itself, in the current stream; return another leaf as it is."""
@@ -246,17 +257,51 @@ class BatchMover:
         return leaf.to(self.device)
 
 
-def send(
-    tensors: Sequence[Tensor], device: torch.device, *, is_reused: bool = False
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Issue the copies of tensors to the device. Returns the tensors there, and those that own their memory.
+@dataclass(slots=True, eq=False)
+class Copy:
+    """A copy from the host to memory of a device. Several sources lie one after the other in the target."""
+
+    target: Tensor
+    sources: list[Tensor]
+    is_direct: bool = False
+    """The source is in pinned memory, and does not change after the copy was issued."""
+
+    def issue(self) -> None:
+        """Issue the copy in the current stream, from pinned memory, so that it does not wait."""
+        source, device = self.sources[0], self.target.device
+        if len(self.sources) > 1:
+            staging = torch.empty_like(self.target, device="cpu", pin_memory=device.type == "cuda")
+            torch.cat([one.view(-1).view(torch.uint8) for one in self.sources], out=staging)
+            self.target.copy_(staging, non_blocking=True)
+        elif self.is_direct:
+            self.target.copy_(source, non_blocking=True)
+        elif source.nbytes > PIECE_BYTES and source.is_contiguous():
+            n = PIECE_BYTES // source.dtype.itemsize
+            pieces = torch.split(self.target.view(-1), n), torch.split(source.view(-1), n)
+            for there, here in zip(*pieces, strict=True):
+                there.copy_(_staged(here, device), non_blocking=True)
+        else:
+            self.target.copy_(_staged(source, device), non_blocking=True)
+
+
+class Sent(NamedTuple):
+    """Tensors on a device, those that own their memory, and the copies that fill it."""
+
+    tensors: list[Tensor]
+    owners: list[Tensor]
+    copies: list[Copy]
+
+
+def send(tensors: Sequence[Tensor], device: torch.device, *, is_reused: bool = False) -> Sent:
+    """Allocate memory for copies of tensors on the device. The caller issues the copies.
 
     Many small tensors share memory, and one copy. Pinned ones are copied from where they are, unless their
-    memory `is_reused` after this call. Others (sparse, quantized, subclasses) are moved by their own `to`.
+    memory `is_reused` after that. Others (sparse, quantized, subclasses) are moved here, by their own `to`.
     Axes keep their order in memory.
     """
     moved: dict[int, Tensor] = {}
     owners: list[Tensor] = []
+    copies: list[Copy] = []
     small: dict[int, Tensor] = {}
     for i, tensor in enumerate(tensors):
         if not _is_plain(tensor):
@@ -265,24 +310,27 @@ def send(
             owners += _parts(moved[i])
             continue
         nbytes = tensor.nbytes
-        if nbytes >= DIRECT_BYTES and not is_reused and tensor.is_pinned():
-            moved[i] = tensor.to(device, non_blocking=True)
-        elif 0 < nbytes < SMALL_BYTES and nbytes % ALIGNMENT == 0 and tensor.is_contiguous():
+        is_direct = nbytes >= DIRECT_BYTES and not is_reused and tensor.is_pinned()
+        if 0 < nbytes < SMALL_BYTES and not is_direct and nbytes % ALIGNMENT == 0 and tensor.is_contiguous():
             small[i] = tensor
-            continue
-        elif nbytes > PIECE_BYTES and tensor.is_contiguous():
-            moved[i] = _send_large(tensor, device)
         else:
-            moved[i] = _staged(tensor, device).to(device, non_blocking=True)
-        owners.append(moved[i])
+            moved[i] = torch.empty_like(tensor, device=device)
+            copies.append(Copy(moved[i], [tensor], is_direct))
     if len(small) > FEW:
-        shared, together = _send_together([*small.values()], device)
-        owners.append(shared)
+        sources = [*small.values()]
+        memory = torch.empty(sum(one.nbytes for one in sources), dtype=torch.uint8, device=device)
+        parts = zip(torch.split(memory, [one.nbytes for one in sources]), sources, strict=True)
+        # `.data`, since a write to one tensor must not count as a change of the others to autograd.
+        together = [part.view(source.dtype).view(source.shape).data for part, source in parts]
+        moved.update(zip(small, together, strict=True))
+        owners.append(memory)
+        copies.append(Copy(memory, sources))
     else:
-        together = [_staged(tensor, device).to(device, non_blocking=True) for tensor in small.values()]
-        owners += together
-    moved.update(zip(small, together, strict=True))
-    return [moved[i] for i in range(len(tensors))], owners
+        for i, tensor in small.items():
+            moved[i] = torch.empty_like(tensor, device=device)
+            copies.append(Copy(moved[i], [tensor]))
+    owners += [copy.target for copy in copies if len(copy.sources) == 1]
+    return Sent([moved[i] for i in range(len(tensors))], owners, copies)
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -309,27 +357,6 @@ def _parts(tensor: Tensor) -> list[Tensor]:
 def _staged(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy a tensor into memory from which copies to the device do not wait; axes keep their order."""
     return torch.empty_like(tensor, pin_memory=device.type == "cuda").copy_(tensor)
-
-
-def _send_large(source: Tensor, device: torch.device) -> Tensor:
-    """Send a contiguous tensor in pieces."""
-    moved = torch.empty_like(source, device=device)
-    n = PIECE_BYTES // source.dtype.itemsize
-    for there, here in zip(torch.split(moved.view(-1), n), torch.split(source.view(-1), n), strict=True):
-        there.copy_(_staged(here, device), non_blocking=True)
-    return moved
-
-
-def _send_together(sources: list[Tensor], device: torch.device) -> tuple[Tensor, list[Tensor]]:
-    """Send contiguous tensors in one copy. Returns their memory on the device and a tensor there for each."""
-    flat = [source.view(-1).view(torch.uint8) for source in sources]
-    sizes = [len(one) for one in flat]
-    staging = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
-    torch.cat(flat, out=staging)
-    memory = staging.to(device, non_blocking=True)
-    parts = zip(torch.split(memory, sizes), sources, strict=True)
-    # `.data`, since a write to one tensor must not count as a change of the others to autograd.
-    return memory, [part.view(source.dtype).view(source.shape).data for part, source in parts]
 
 
 def pinned_batches(batches: Sequence[Any], mover: BatchMover) -> list[Any]:

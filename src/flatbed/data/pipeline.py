@@ -63,7 +63,10 @@ class PendingBatch:
     """The event after copies, admissions and moves of records; None on a CPU, or with a depth of 0."""
 
     def finish(self, *, is_left: bool = False) -> None:
-        """End all requests, each once, also if two threads do so. `is_left`: the loop ends in its step."""
+        """End all requests, each once, also if two threads do so.
+
+        `is_left`: the loop ends before its step, or the one before it.
+        """
         while True:
             try:
                 prefetch, request = self.requests.popleft()
@@ -114,7 +117,7 @@ class Pipeline:
         self.settings: Callable[[], None] | None = None
         """Gives the threads the settings of torch that the loop has."""
         self._copies: torch.cuda.Stream | None = None
-        """The stream of the loader threads; without threads, batches are copied in the current stream."""
+        """The stream of the loader threads, if there are any."""
         self._process = os.getpid()
 
     # ---- in the loader threads; `load` also in the training thread
@@ -146,7 +149,10 @@ class Pipeline:
         del result  # the traceback of the error refers to this frame
 
     def load(self, earlier_steps: Any) -> PendingBatch | End:
-        """Load a batch, check its ids, and issue its copies, after the event of earlier steps."""
+        """Load a batch, check its ids, and allocate its memory.
+
+        A loader thread also issues the copies, after the event of earlier steps.
+        """
         pending, ranks = PendingBatch(), self.ranks
         try:
             begin = time.monotonic()
@@ -242,7 +248,10 @@ class Pipeline:
             self.in_use.finish(is_left=True)
         with suppress(IndexError):
             while True:
-                self.admitted.popleft().finish()
+                pending = self.admitted.popleft()
+                if pending.moved is not None and self.mover.on_gpu and self.depth:  # copies may go on
+                    pending.moved.record_stream(stream_for(self.mover.device, "rows"))
+                pending.finish(is_left=True)
 
     def join(self, seconds: float) -> None:
         """Wait for the threads, at most so long; never for the thread that calls this."""
@@ -308,22 +317,23 @@ class PrefetchIterator(Iterator[Any]):
                 raise StopIteration
             if pipeline.settings is None:
                 pipeline.settings = thread_settings()  # here, since streams set the current GPU
+            if pipeline.in_use is not None:
+                pipeline.in_use.finish()
+            if pipeline.ranks is not None:
+                pipeline.ranks.begin()
+            taken = self._take_batches()
             if self._rows is not None:
                 stream = torch.cuda.current_stream(self._rows.device_index)
                 earlier_steps = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call,unused-ignore]
-                earlier_steps.record(stream)
+                earlier_steps.record(stream)  # after the memory of batches was allocated in this stream
                 self._rows.wait_event(earlier_steps)
                 self._streams.add(stream)
                 for other in self._streams if len(self._streams) > 1 else ():
                     self._rows.wait_stream(other)
-            if (
-                pipeline.in_use is not None
-            ):  # after "rows" waits, where the memory of admissions is used again
-                pipeline.in_use.finish()
-            if pipeline.ranks is not None:
-                pipeline.ranks.begin()
-            with self._in_rows:
-                self._take_batches()
+            if taken:
+                with self._in_rows:
+                    for pending in taken:
+                        self._admit(pending)
             if pipeline.is_closed or not pipeline.admitted:  # another thread may close, or the loader
                 self._raise_end()
             if pipeline.ranks is not None:
@@ -332,7 +342,8 @@ class PrefetchIterator(Iterator[Any]):
             assert pending.moved is not None
             if stream is not None:
                 stream.wait_event(pending.ready)
-                pending.moved.record_stream(stream)
+                if pending.moved.arrived is not None or len(self._streams) > 1:  # memory of another stream
+                    pending.moved.record_stream(stream)
             for prefetch, request in pending.requests:
                 prefetch.begin(request, stream)
             batch = pending.moved.batch
@@ -365,47 +376,58 @@ class PrefetchIterator(Iterator[Any]):
         self._pipeline.close()
         raise StopIteration
 
-    def _take_batches(self) -> None:
-        """Take the batches that threads have loaded, or wait for one if there is none; or load batches here.
-
-        Their rows are admitted in the stream "rows", after the copies of the ids. Batches that are loaded
-        here are copied in that stream, too.
-        """
-        pipeline, rows, records = self._pipeline, self._rows, self._records
+    def _take_batches(self) -> list[PendingBatch]:
+        """Load batches here; or take those that threads have loaded, and wait for one if there is none."""
+        pipeline, taken = self._pipeline, list[PendingBatch]()
         while self._end is None:
             if pipeline.needs_threads and not pipeline.is_threaded:
                 pipeline.start()
+            found: PendingBatch | End
             if pipeline.is_threaded:
                 if not pipeline.n_permits or (pipeline.admitted and pipeline.results.empty()):
-                    return
+                    break
                 pipeline.n_permits -= 1
-                taken = pipeline.results.get()
+                found = pipeline.results.get()
             elif len(pipeline.admitted) <= pipeline.depth:
                 try:
-                    taken = pipeline.load(None)
+                    found = pipeline.load(None)
                 except Exception as error:  # raised after the batches before it
-                    taken = End(error)
+                    found = End(error)
             else:
-                return
-            if isinstance(taken, End):
-                self._end = taken
-                return
-            pipeline.admitted.append(taken)
-            assert taken.moved is not None
-            moved = taken.moved.tensors
-            taken.ready = taken.moved.arrived
-            if rows is not None and taken.requests and taken.moved.arrived is not None:
-                rows.wait_event(taken.moved.arrived)
-            for prefetch, request in taken.requests:
+                break
+            if isinstance(found, End):
+                self._end = found
+            else:
+                pipeline.admitted.append(found)
+                taken.append(found)
+        return taken
+
+    def _admit(self, pending: PendingBatch) -> None:
+        """Admit the rows of a batch in the current stream, "rows", after the copies of the ids.
+
+        Batches that were loaded in this thread are copied in that stream, too.
+        """
+        rows, records, moved = self._rows, self._records, pending.moved
+        assert moved is not None
+        moved.issue_copies()
+        pending.ready = moved.arrived
+        if rows is not None and pending.requests and moved.arrived is not None:
+            rows.wait_event(moved.arrived)
+        try:
+            for prefetch, request in pending.requests:
                 for tensor in request.tensors if rows is not None else ():
-                    if taken.moved.arrived is not None or tensor.is_cuda:  # no memory of "rows"
-                        moved[id(tensor)].record_stream(rows)  # type: ignore[arg-type,unused-ignore]
-                prefetch.admit(request, moved)
-            if rows is not None and records is not None and taken.requests:
+                    if moved.arrived is not None or tensor.is_cuda:  # no memory of the training stream
+                        moved.tensors[id(tensor)].record_stream(rows)  # type: ignore[arg-type,unused-ignore]
+                prefetch.admit(request, moved.tensors)
+        finally:
+            if rows is not None and records is not None and pending.requests:
                 records.wait_stream(rows)  # with the copies, and what caches without moves have done there
-                taken.ready = records.record_event()
-            elif rows is not None and taken.ready is None:
-                taken.ready = rows.record_event()
+            for prefetch, request in pending.requests:
+                prefetch.issue_moves(request)
+            if records is not None and pending.requests:
+                pending.ready = records.record_event()
+            elif rows is not None and pending.ready is None:
+                pending.ready = rows.record_event()
 
     def _fail(self, error: BaseException) -> None:
         """Close, and let the loader thread tell other ranks the reason."""

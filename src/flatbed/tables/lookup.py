@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from flatbed.tables.cache.host_index import HostIndexCache, Reservation
 from flatbed.tables.ids import NO_ERROR, as_ids, check_range, new_first_error, to_device
 from flatbed.tables.row_io import LOOKUP, ShardedRowIO
 from flatbed.tables.table import Table
+
+if TYPE_CHECKING:
+    from flatbed.tables.cache.gpu import GpuCache
 
 _reshape = torch.ops.aten._unsafe_view.default  # without a view, which users could not change in place
 
@@ -228,8 +231,10 @@ class LookupRequest:
     """If the table is sharded, the rows that ranks have asked each other for; on the host."""
     reserved: tuple[HostIndexCache, Reservation] | None = None
     """The cache of a disk table, and the reservation of the rows in it."""
+    admitted: LookupBatch | None = None
+    """The rows of this rank that were admitted. They keep the memory of the admission while it is in use."""
     batch: LookupBatch | None = None
-    """The prefetched lookup."""
+    """The prefetched lookup: that of `admitted`, unless the table is sharded."""
 
 
 @dataclass(slots=True, eq=False)
@@ -241,6 +246,8 @@ class PrefetchRequest:
     """The tensors that `RowPrefetch.admit` needs on the computing device."""
     is_in_range: bool = True
     """False if ids were out of range when they were checked."""
+    cache: GpuCache | HostIndexCache | None = None
+    """The cache that the rows are admitted to."""
 
 
 class RowPrefetch:
@@ -332,35 +339,43 @@ class RowPrefetch:
 
         `moved` has the request's tensors on the computing device, by the id of each. The current stream is
         ordered after their copies, and after the training work on batches before the one handed out next.
+        The caller calls `issue_moves` next, also after an error.
         """
         lookups = request.lookups
         n_ids = sum(lookup.n_ids for lookup in lookups)
         cache = None
         if self._admits and n_ids and request.is_in_range:
-            cache = self.store.ensure_cache(n_ids, n_batches=self.depth + 1)
+            cache = request.cache = self.store.ensure_cache(n_ids, n_batches=self.depth + 1)
         # Keeps the batch that is handed out next, and all between it and this lookup.
         window = (self.depth + 1) * len(lookups) - 1
         for lookup in lookups:
             ids = moved[id(lookup.source)]
             if cache is not None and ids.device == self.store.device:  # the table may have moved in the loop
                 rows = ids if lookup.exchanged is None else moved[id(lookup.exchanged.rows)]
-                keys = rows.flatten().to(key_dtype(self.store.config.n_rows, self.store.device))
+                keys = rows.flatten()
+                keys = keys if keys.dtype in (torch.int64, torch.int32) else keys.to(torch.int64)
                 reserved_in, reservation = lookup.reserved or (None, None)
                 if reserved_in is not cache:  # the table has had another cache since
                     reservation = None
                 found = cache.prefetch(keys, window=window, reservation=reservation)
                 if found is not None:
-                    lookup.batch = LookupBatch(rows.shape, keys, found[0], cache, found[1])
+                    lookup.admitted = LookupBatch(rows.shape, keys, found[0], cache, found[1])
+            lookup.batch = lookup.admitted
             if lookup.exchanged is not None:
                 lookup.batch = self._exchanged_batch(ids, lookup, moved)
             if lookup.batch is not None:
                 lookup.batch.ids = ids
                 lookup.batch.version = -1 if ids.is_inference() else ids._version
 
+    def issue_moves(self, request: PrefetchRequest) -> None:
+        """Let records move, in a stream that is ordered after the one of `admit`."""
+        if request.cache is not None:
+            request.cache.issue_moves()
+
     def _exchanged_batch(
         self, ids: Tensor, lookup: LookupRequest, moved: Mapping[int, Tensor]
     ) -> LookupBatch:
-        """Return the batch of a lookup in the rows of all ranks; `lookup.batch` is that of this rank."""
+        """Return the batch of a lookup in the rows of all ranks."""
         assert lookup.exchanged is not None
         exchanged, route, n_rows = lookup.exchanged, lookup.exchanged.route, self.table.num_embeddings
         keys = ids.flatten().to(key_dtype(n_rows, self.store.device))
@@ -370,8 +385,8 @@ class RowPrefetch:
         route = replace(route, order=order, rows=rows, n_rows=len(found.rows))
         exchanged = replace(exchanged, route=route, rows=moved[id(exchanged.rows)])
         batch = LookupBatch(ids.shape, keys, found, exchanged=exchanged)
-        if lookup.batch is not None:
-            batch.cache, batch.admission = lookup.batch.cache, lookup.batch.admission
+        if lookup.admitted is not None:
+            batch.cache, batch.admission = lookup.admitted.cache, lookup.admitted.admission
         return batch
 
     def begin(self, request: PrefetchRequest, stream: torch.cuda.Stream | None = None) -> None:
@@ -389,23 +404,33 @@ class RowPrefetch:
     def finish(self, request: PrefetchRequest, *, is_left: bool = False) -> None:
         """End the lookups: they are no longer found. Idempotent.
 
-        If the loop `is_left`, no `next` lets the stream "rows" wait for the last step before the memory of
-        the batch is used again. Reservations in the cache of a disk table end after the training work issued
-        so far. In a `GpuCache`, windows alone decide which rows may be evicted.
+        If the loop `is_left`, no `next` lets the stream "rows" wait for the moves and the last step before
+        the memory of the batch is used again. Reservations in the cache of a disk table end after the
+        training work issued so far. In a `GpuCache`, windows alone decide which rows may be evicted.
         """
         reserved = []
         for lookup in request.lookups:
             if lookup.batch is not None:
-                if is_left and self._training_stream is not None:
-                    lookup.batch.record_stream(self._training_stream)
                 with suppress(ValueError):
                     self.table._prefetched.remove(lookup.batch)
             if lookup.reserved is not None:
                 reserved.append(lookup.reserved)
-            lookup.batch = lookup.reserved = None
+            if is_left:
+                self._keep_memory(lookup)
+            lookup.batch = lookup.admitted = lookup.reserved = None
         after, stream = None, self._training_stream
         if reserved and stream is not None:
             with torch.cuda.stream(stream):
                 after = None if is_capturing(self.store.device) else stream.record_event()
         for cache, reservation in reserved:
             cache.release(reservation, after)
+
+    def _keep_memory(self, lookup: LookupRequest) -> None:
+        """Keep the memory of admissions until the streams other than "rows" have used it."""
+        streams = [] if self._training_stream is None else [self._training_stream]
+        if self.store.device.type == "cuda":
+            streams.append(stream_for(self.store.device, "records"))
+        for batch in dict.fromkeys((lookup.batch, lookup.admitted)):  # mostly the same
+            for stream in streams:
+                if batch is not None:
+                    batch.record_stream(stream)

@@ -231,32 +231,23 @@ def admit(
     window: int = 0,
     first_error: Tensor | None = None,
     on_checked: Callable[[], None] | None = None,
-    graphs: DecisionGraphs | None = None,
-    moves: torch.cuda.Stream | None = None,
 ) -> UniqueRows:
     """Find the unique rows of keys and admit them to the cache: unique, probe, select victims, move.
 
     Slots of this and of the last `window` admissions are not evicted. Rows without a slot stay in storage.
-    `graphs` may replay the decisions on keys that are known to be in range. Records move in the current
-    stream, or in `moves` after the decisions.
     """
-    device = keys.device
-    if graphs is None:
-        decided = decide(index, keys, window, first_error=first_error, on_checked=on_checked)
-    else:
-        assert first_error is None
-        assert on_checked is None
-        decided = graphs.decide(keys, window)
-    if not keys.numel():
-        return decided.found
-    if moves is not None:
-        moves.wait_stream(torch.cuda.current_stream(device.index))
-        decided.memory.record_stream(moves)  # type: ignore[arg-type,unused-ignore]
-    fill_and_write_back(
-        location, decided.missing, decided.slots, decided.victims, decided.n_missing, stream=moves
-    )
-    index.moving = False
+    decided = decide(index, keys, window, first_error=first_error, on_checked=on_checked)
+    if keys.numel():
+        move(decided, location)
+        index.moving = False
     return decided.found
+
+
+def move(decided: Decisions, location: RecordLocation, stream: torch.cuda.Stream | None = None) -> None:
+    """Move the records of decisions in the current stream, or in another one."""
+    fill_and_write_back(
+        location, decided.missing, decided.slots, decided.victims, decided.n_missing, stream=stream
+    )
 
 
 # ---- decisions
@@ -328,11 +319,11 @@ def decide(
 class DecisionGraphs:
     """CUDA graphs of `decide`, one for each number of keys that occurs often. All are replayed in one stream.
 
-    Decisions are 20 launches of small kernels, which take the host longer than the GPU.
+    Decisions are 20 launches of small kernels, which take the host longer than the GPU. Keys are in range.
     """
 
-    def __init__(self, index: CacheIndex) -> None:
-        self._index = index
+    def __init__(self, index: CacheIndex, key_dtype: torch.dtype) -> None:
+        self._index, self._dtype = index, key_dtype
         self._n_uses: dict[tuple[int, int], int] = {}
         self._graphs: dict[tuple[int, int], DecisionGraph] = {}
         self._can_capture = can_capture(index.clock.device)
@@ -342,7 +333,7 @@ class DecisionGraphs:
         kind = keys.numel(), window
         try:
             if kind not in self._graphs and self._is_frequent(kind):
-                self._graphs[kind] = DecisionGraph(self._index, keys, window)
+                self._graphs[kind] = DecisionGraph(self._index, *kind, self._dtype)
             if kind in self._graphs:
                 return self._graphs[kind].replay(keys)
         except GraphError as error:
@@ -352,7 +343,7 @@ class DecisionGraphs:
                 f"a CUDA graph could not be used ({error}): prefetching goes on, and takes the host longer",
                 stacklevel=2,
             )
-        return decide(self._index, keys, window)
+        return decide(self._index, keys.to(self._dtype), window)
 
     def _is_frequent(self, kind: tuple[int, int]) -> bool:
         if not self._can_capture or not kind[0] or len(self._graphs) == MAX_GRAPHS:
@@ -368,16 +359,16 @@ class GraphError(Exception):
 
 
 class DecisionGraph:
-    """A CUDA graph of `decide` for the number of keys and a window."""
+    """A CUDA graph of `decide` for a number of keys and a window."""
 
-    def __init__(self, index: CacheIndex, keys: Tensor, window: int) -> None:
-        self._index = index
+    def __init__(self, index: CacheIndex, n: int, window: int, dtype: torch.dtype) -> None:
+        self._index, device = index, index.clock.device
         try:
             with torch.inference_mode(False):  # later replays may be outside
-                self._keys = torch.empty_like(keys)
-                out = Decisions.allocate(keys.numel(), keys.device)
+                self._keys = torch.empty(n, dtype=dtype, device=device)
+                out = Decisions.allocate(n, device)
                 self._memory = out.memory
-                self._graph = Graph(lambda: decide(index, self._keys, window, out=out), keys.device)
+                self._graph = Graph(lambda: decide(index, self._keys, window, out=out), device)
         except (DriverError, RuntimeError) as error:
             raise GraphError(error) from error
         finally:
@@ -386,7 +377,7 @@ class DecisionGraph:
     def replay(self, keys: Tensor) -> Decisions:
         """Decide in the current stream. Returns a copy, since the next replay writes to the same memory."""
         copy = torch.empty_like(self._memory)  # before the index changes, since it may fail
-        self._keys.copy_(keys)
+        self._keys.copy_(keys)  # in their dtype
         self._index.moving = True
         try:
             self._graph.replay()

@@ -16,8 +16,8 @@ from flatbed.kernels._triton.launch import TYPES, Kernel
 
 SQUARES = 65536  # elements per partial sum
 BLOCK = 1024  # keys per program
-CHUNK = 64  # ids of a segment that one program adds up; AT_ONCE loads of gradients are in flight at a time
-AT_ONCE = 8
+CHUNK = 64  # ids of a segment that one program adds up
+CHUNKS_AT_ONCE = 16  # sums of chunks that are in flight at a time
 
 
 class MoverShape(NamedTuple):
@@ -286,9 +286,12 @@ def segment_sum(grads: Tensor, found: UniqueRows, padding: int) -> tuple[Tensor,
 def _sum_kernels(dtype: torch.dtype, dim: int) -> tuple[torch.dtype, int, Kernel, Kernel]:
     wide, columns = torch.promote_types(dtype, torch.float32), power(dim)
     n_rows = tile(columns, 512)
-    segments = Kernel(segment_sum_kernel, CHUNK, dim, columns, n_rows, TYPES[wide], AT_ONCE)
+    # Gradients of a row that are in flight. More of them are loads in vain: most rows have one or two.
+    # On an H200, with 65,536 ids, 8 instead of 2 take 41 instead of 31 µs (uniform), 42 instead of 38 (Zipf).
+    at_once = 2 if columns <= 256 else 4
+    segments = Kernel(segment_sum_kernel, CHUNK, dim, columns, n_rows, TYPES[wide], at_once)
     warps = min(4, max(1, columns // 128))
-    chunks = Kernel(sum_chunks_kernel, CHUNK, dim, columns, 2 * AT_ONCE, num_warps=warps)
+    chunks = Kernel(sum_chunks_kernel, CHUNK, dim, columns, CHUNKS_AT_ONCE, num_warps=warps)
     return wide, n_rows, segments, chunks
 
 

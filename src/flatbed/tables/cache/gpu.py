@@ -5,9 +5,9 @@ row while work in another stream uses the row.
 
 **Streams.** Admissions run in the training stream, or ahead of time (`prefetch`). Those run in two streams:
 in "rows", kernels decide which rows get which slots, and write the index only; in "records", a kernel moves
-the records. So neither the bus nor the decisions on the next batch wait for each other. Decisions on batches
-of one size are replayed as a CUDA graph (`DecisionGraphs`), since the host takes longer to launch them one by
-one than the GPU to run them.
+the records (`issue_moves`). So neither the bus nor the decisions on the next batch wait for each other.
+Decisions on batches of one size are replayed as a CUDA graph (`DecisionGraphs`), since the host takes longer
+to launch them one by one than the GPU to run them.
 
 Admissions are numbered in the order in which the host issues them. Admission T with a window W does not
 evict slots used by admissions T - W to T - 1. It is issued with W > 0 only if the ids of all of them fit
@@ -46,11 +46,12 @@ from flatbed.cuda.streams import is_capturing, relaxed_capture, stream_for, sync
 from flatbed.errors import FlatbedError
 from flatbed.kernels import RecordLocation, UniqueRows
 from flatbed.kernels.cache import CacheIndex
+from flatbed.kernels.rows import key_dtype
 from flatbed.tables.cache.base import LookupBatch
 from flatbed.tables.storage.base import MemoryStorage
 
 if TYPE_CHECKING:
-    from flatbed.kernels._triton.cache import DecisionGraphs
+    from flatbed.kernels._triton.cache import Decisions
 
 MAX_WINDOW = 1024
 # After an interrupted admission, the index names slots whose records may not be there.
@@ -84,7 +85,8 @@ class GpuCache:
         self._oldest_protected = 1
         self._streams_to_await: set[torch.cuda.Stream] = set()  # by the next prefetch
         self._has_prefetched = False
-        self._graphs = kernels.DecisionGraphs(self.index)
+        self._graphs = kernels.DecisionGraphs(self.index, key_dtype(storage.n_rows, device))
+        self._decided: deque[Decisions] = deque()  # prefetches whose moves are not issued yet
 
     # ---- admission
 
@@ -99,70 +101,83 @@ class GpuCache:
         Calls `on_checked` when the kernel that writes `first_error` is issued, before rows move.
         """
         self.wait_for_prefetch()
-        found = self._admit(keys, self._window, first_error=first_error, on_checked=on_checked)
-        assert found is not None
-        return found
+        n = keys.numel()
+        window = self._window if self._has_room(n, self._window) else 0
+        oldest = self._begin_admission(n, window)
+        found = self._kernels.admit(
+            self.index, keys, self.location, window=window, first_error=first_error, on_checked=on_checked
+        )
+        return found, self._end_admission(n, oldest)
 
     def prefetch(self, keys: Tensor, *, window: int, reservation: object) -> tuple[UniqueRows, int] | None:
-        """Admit a batch ahead of time; None if its rows cannot be kept.
+        """Decide on the admission of a batch ahead of time; None if its rows cannot be kept.
 
-        They are, if its ids fit in addition to those of the last `window` admissions. The current stream,
-        "rows", is ordered after the training work on all batches before these. Records move in "records".
+        They are, if its ids fit in addition to those of the last `window` admissions. Keys are in range. The
+        current stream, "rows", is ordered after the training work on all batches before these. The caller
+        calls `issue_moves` before anything else uses the cache.
         """
         if self.in_graphs or is_capturing(self.device):
+            return None
+        self._check_moved()
+        n = keys.numel()
+        if not self._has_room(n, window):
             return None
         while self._streams_to_await:
             stream_for(self.device, "rows").wait_stream(self._streams_to_await.pop())
         self._has_prefetched = True
-        moves = stream_for(self.device, "records") if self.device.type == "cuda" else None
+        oldest = self._begin_admission(n, window)
         try:
-            found = self._admit(keys, window, must_fit=True, graphs=self._graphs, moves=moves)
+            decided = self._graphs.decide(keys, window)
+            if n:
+                self._decided.append(decided)
+                self.index.moving = False
         except BaseException:
-            if moves is not None:  # later work waits for this stream alone
-                moves.wait_stream(torch.cuda.current_stream(self.device.index))
+            self._order_moves()  # later work waits for the moves alone
             raise
-        if found is not None:
-            self._window = window
-        return found
+        self._window = window
+        return decided.found, self._end_admission(n, oldest)
 
-    def _admit(
-        self,
-        keys: Tensor,
-        window: int,
-        *,
-        must_fit: bool = False,
-        first_error: Tensor | None = None,
-        on_checked: Callable[[], None] | None = None,
-        graphs: DecisionGraphs | None = None,
-        moves: torch.cuda.Stream | None = None,
-    ) -> tuple[UniqueRows, int] | None:
-        """Admit a batch.
+    def issue_moves(self) -> None:
+        """Move the records of decided admissions in the stream "records", which is ordered after "rows"."""
+        stream = stream_for(self.device, "records") if self.device.type == "cuda" else None
+        while self._decided:
+            self.index.moving = True  # a move is not issued twice: it would write back another row's record
+            self._kernels.move(self._decided[0], self.location, stream)
+            self._decided.popleft()
+            self.index.moving = False
 
-        If its ids do not fit in addition to those of the window: with a window of 0, or, if they `must_fit`,
-        not at all.
+    def _order_moves(self) -> None:
+        if self.device.type == "cuda":
+            stream_for(self.device, "records").wait_stream(stream_for(self.device, "rows"))
+
+    def _has_room(self, n: int, window: int) -> bool:
+        """Return True if n ids fit in addition to those of the last `window` admissions."""
+        if self.index.direct:
+            return True
+        return window <= MAX_WINDOW and sum(islice(reversed(self._sizes), window)) + n <= self.n_slots
+
+    def _begin_admission(self, n: int, window: int) -> int:
+        """Count an admission of n ids, unless there are none. Returns the oldest that is protected after it.
+
+        Until `_end_admission`, nothing is protected: a launch may raise.
         """
+        if n == 0:
+            return self._oldest_protected
+        before, number = self._oldest_protected, self._n_admissions + 1
+        self._n_admissions, self._oldest_protected = number, number + 1
+        return max(before, number - window) if self.index.direct or n <= self.n_slots else number + 1
+
+    def _end_admission(self, n: int, oldest_protected: int) -> int:
+        """Return the number of the admission."""
+        if n:
+            self._sizes.append(n)
+            self._oldest_protected = oldest_protected
+        return self._n_admissions
+
+    def _check_moved(self) -> None:
+        """Raise if an admission was interrupted before its moves were issued."""
         if self.index.moving:
             raise FlatbedError(INTERRUPTED)
-        n, before = keys.numel(), self._oldest_protected
-        if not self.index.direct:
-            n_kept = sum(islice(reversed(self._sizes), window))
-            if window > MAX_WINDOW or n_kept + n > self.n_slots:
-                if must_fit:
-                    return None
-                window = 0
-        number = self._n_admissions = self._n_admissions + (n > 0)
-        self._oldest_protected = number + 1  # nothing is protected if a launch below raises
-        unique = self._kernels.admit(
-            self.index, keys, self.location,
-            window=window, first_error=first_error, on_checked=on_checked, graphs=graphs, moves=moves,
-        )  # fmt: skip
-        if n == 0:
-            self._oldest_protected = before
-        else:
-            self._sizes.append(n)
-            if self.index.direct or n <= self.n_slots:
-                self._oldest_protected = max(before, number - window)
-        return unique, number
 
     def _enter_graph(self) -> None:
         """End prefetching for good, since the host does not see what replays do."""
@@ -194,8 +209,10 @@ class GpuCache:
 
         In the capture of a CUDA graph, end prefetching.
         """
-        if self.index.moving:
-            raise FlatbedError(INTERRUPTED)
+        self._check_moved()
+        if self._decided:  # an error prevented its moves
+            self._order_moves()
+            self.issue_moves()
         if self.device.type != "cuda":
             return
         if is_capturing(self.device):

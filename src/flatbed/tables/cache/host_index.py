@@ -171,7 +171,11 @@ class HostIndexCache:
             return None
         if reservation.ready is not None:
             torch.cuda.current_stream(self.device.index).wait_event(reservation.ready)
+        keys = keys.to(ops.key_dtype(self.n_rows, keys.device))
         return ops.unique(keys, self.n_rows), reservation
+
+    def issue_moves(self) -> None:
+        """Do nothing: `reserve` has moved the records."""
 
     def oldest(self, batches: list[LookupBatch]) -> LookupBatch | None:
         """Return None: a reservation is for the rows of one batch."""
