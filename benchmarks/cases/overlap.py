@@ -6,25 +6,34 @@
 - conv: two convolutions.
 - transformer: rows as 64 sequences of 128 tokens, two compiled blocks.
 - disk: a table on disk, whose file is in the page cache, beside products of 5 ms.
+- cold: the same table, whose file is not in the page cache, beside the disk's own rate of random reads.
 
 Append ids to a case to choose them: `mlp:uniform`, `gemm:zipf 1.2`. Models compute forward and backward in
 bf16; only the table is updated. The bound ratio is the step against the larger of the model alone and the
 table alone: the GPU time of its eager step, most of which is the bus. A step from disk is compared with the
-model alone.
+model alone; one from a cold file with the larger of that and the time of as many random reads.
 """
 
 from __future__ import annotations
 
+import os
+import resource
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
+from time import perf_counter
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks import harness
+from benchmarks.cases import cache
 from benchmarks.cases.cache import (
     EAGER,
     PREFETCHED,
@@ -36,15 +45,26 @@ from benchmarks.cases.cache import (
 )
 from benchmarks.harness import Options, Plan, Products
 from benchmarks.models import attention_blocks
-from benchmarks.rows import Row
-from benchmarks.trained_tables import DISTRIBUTIONS, Beside, FlatbedTable, TableSpec, made_table, scaled
+from benchmarks.rows import Row, percentiles
+from benchmarks.trained_tables import (
+    DISTRIBUTIONS,
+    Beside,
+    FlatbedTable,
+    IdSource,
+    TableSpec,
+    made_table,
+    scaled,
+)
 
-CASES = ("none", "gemm", "mlp", "conv", "transformer", "disk")
+CASES = ("none", "gemm", "mlp", "conv", "transformer", "disk", "cold")
 FILL_STEPS = 300
 DISK_MS = 5.0
 PLAN = Plan(turns=3, warm_up=10, settle=5, blocks=3, block_steps=20)
 SMALL_PLAN = Plan(turns=2, warm_up=1, settle=1, blocks=1, block_steps=2)
 VARIANTS = (EAGER, PREFETCHED)
+COLD_FILL, COLD_SETTLE, COLD_BLOCKS, COLD_STEPS = 40, 2, 5, 6
+PAGE, N_READS, N_READERS = 4096, 20_000, 16
+"""Random reads of a disk: bytes of each, how many, and from how many threads, as flatbed reads."""
 
 
 # ---- models
@@ -141,9 +161,12 @@ def run(options: Options) -> Iterator[Row]:
         if ids and ids not in DISTRIBUTIONS:
             raise ValueError(f"unknown ids {ids!r} of {name}; there are {', '.join(DISTRIBUTIONS)}")
     bench = Bench(options)
+    if any(name == "cold" for name, _ in asked):
+        yield from run_cold(bench, options)
     for storage, size in SPECS.items():
         spec = scaled(size, options)
         wanted = [(name, ids) for name, ids in asked if (name == "disk") == (storage == "disk")]
+        wanted = [(name, ids) for name, ids in wanted if name != "cold"]
         models = {name: MODELS[name](spec, options) for name, _ in wanted}
         alone = {name: time_model(model, spec, options) for name, model in models.items() if name != "none"}
         usual = ("zipf 1.05",) if storage == "disk" else tuple(DISTRIBUTIONS)
@@ -162,9 +185,9 @@ def run(options: Options) -> Iterator[Row]:
                         yield with_bounds(row, alone.get(name), table_ms)
 
 
-def with_bounds(row: Row, model_ms: float | None, table_ms: float | None) -> Row:
-    """Add the times of model and table alone, and the ratio to the larger of them."""
-    bounds = {"model_alone_ms": model_ms, "table_alone_ms": table_ms}
+def with_bounds(row: Row, model_ms: float | None, table_ms: float | None, **others: float) -> Row:
+    """Add the times of model, table and others alone, and the ratio to the largest of them."""
+    bounds = {"model_alone_ms": model_ms, "table_alone_ms": table_ms, **others}
     known = {name: value for name, value in bounds.items() if value is not None}
     time = row["metrics"]["back_to_back_ms"]["p50"]
     row["metrics"] |= {**known, "bound_ratio": time / max(known.values())}
@@ -191,3 +214,87 @@ def time_table(bench: Bench, table: FlatbedTable, setting: Setting) -> float:
     source, device = bench.fill(table, setting), bench.device
     batches = [torch.from_numpy(ids).to(device) for ids in source.draw(20)]
     return median(harness.gpu_ms(partial(table.step, ids), device, host_ms=5.0) for ids in batches)
+
+
+# ---- a file that is not in the page cache
+
+
+def run_cold(bench: Bench, options: Options) -> Iterator[Row]:
+    """Measure a table on disk whose file is not in memory; its cache on the GPU has the frequent rows."""
+    spec = scaled(SPECS["disk"], options)
+    model, cache_rows = products(spec, options), default_rows("disk", spec, options)
+    model_ms = time_model(model, spec, options)
+    n_fill, n_steps = (4, 2) if options.is_small else (COLD_FILL, COLD_STEPS)
+    source = IdSource("zipf 1.05", spec.n_rows, spec.n_ids, device=options.device)
+    with TemporaryDirectory(dir=options.folder) as folder:
+        path = Path(folder) / "rows.bed"
+        made = {"storage": "disk", "path": path, "cache_rows": cache_rows}
+        table = FlatbedTable(spec, options.device, **made)
+        table.step(source.draw(1)[0])
+        table.emb.table.close()
+        reads_per_s = random_reads_per_s(path)
+        for name in options.choose(dict.fromkeys(VARIANTS)):
+            drop_pages(path)  # before it is opened: pages of a mapped file stay
+            table = FlatbedTable(spec, options.device, **made)
+            for _ in table.prefetched(depth=2)(source.draw(n_fill)):
+                pass
+            table.model = model
+            steps = cache.VARIANTS[name](table)(source.draw(COLD_BLOCKS * n_steps + COLD_SETTLE))
+            times, n_reads = time_cold(steps, n_steps, options.device)
+            table.close()
+            result = bench.check(name, "disk", True)
+            setting = {"distribution": "zipf 1.05", **spec.setting, "storage": "disk", "model": "products"}
+            metrics = {"back_to_back_ms": percentiles(times), "max_abs_error": result.max_abs_error}
+            metrics |= {"disk_reads_per_step": n_reads, "random_reads_per_s": reads_per_s}
+            row = options.row("overlap cold", name, setting, metrics, n_samples=len(times), ok=result.ok)
+            yield with_bounds(row, model_ms, None, disk_alone_ms=1e3 * n_reads / reads_per_s)
+
+
+def time_cold(steps: Iterator[object], n_steps: int, device: torch.device) -> tuple[list[float], float]:
+    """Time blocks of steps to the last one. Also returns how many pages a step reads from the disk."""
+    for _ in range(COLD_SETTLE):
+        next(steps)
+    before, times = n_disk_reads(), list[float]()
+    for _ in range(COLD_BLOCKS):
+        took = harness.wall_ms(lambda: [next(steps) for _ in range(n_steps)], device)
+        times.append(took / n_steps)
+    n_reads = (n_disk_reads() - before) / (COLD_BLOCKS * n_steps)
+    for _ in steps:  # lets a generator finish
+        raise AssertionError("there are more batches than steps")
+    return times, n_reads
+
+
+def drop_pages(path: Path) -> None:
+    """Remove a file that is not mapped from the page cache."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
+
+
+def n_disk_reads() -> int:
+    """Return how many pages of files all threads of this process have waited for."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_majflt
+
+
+def random_reads_per_s(path: Path) -> float:
+    """Measure random reads of a file that is not in memory, by threads."""
+    drop_pages(path)
+    n_pages = path.stat().st_size // PAGE
+    offsets = PAGE * np.random.default_rng(harness.SEED).integers(n_pages, size=min(N_READS, n_pages))
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+
+        def read(some: list[int]) -> None:
+            for offset in some:
+                os.pread(descriptor, PAGE, offset)
+
+        begin = perf_counter()
+        with ThreadPoolExecutor(N_READERS) as pool:
+            list(pool.map(read, (part.tolist() for part in np.array_split(offsets, N_READERS))))
+        return len(offsets) / (perf_counter() - begin)
+    finally:
+        os.close(descriptor)
