@@ -26,7 +26,7 @@ _pools: dict[torch.device, torch.cuda.MemPool] = {}
 
 
 def can_capture(device: torch.device) -> bool:
-    """Return True for GPUs with NVIDIA's driver and torch's own allocator, as it is by default."""
+    """Return True for GPUs with NVIDIA's driver and torch's own allocator, unless the user turned it off."""
     if device.type != "cuda" or torch.version.cuda is None or os.environ.get(SWITCH) == "0":
         return False
     settings = [os.environ.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")]
@@ -79,7 +79,7 @@ def _release(driver: Driver, graph: int) -> None:
 
 
 def _pool_of(device: torch.device) -> torch.cuda.MemPool:
-    """Return the memory of all graphs of the current device.
+    """Return the memory of all graphs of a device, which is the current one.
 
     It is never destroyed: that would free memory, which ends a capture of the user that is going on.
     """

@@ -6,7 +6,7 @@ Streams of one device
 |---|---|---|
 | training: the user's current stream | lookups, backward passes, steps | training thread |
 | "batches" | copies of batches, and of rows of a `RowReader` | loader thread; that of the reader |
-| "rows" | admissions ahead of time: decisions; and copies of small batches | training thread |
+| "rows" | admissions ahead of time: decisions; copies of batches that this thread loads | training thread |
 | "records" | admissions ahead of time: moves of records | training thread |
 | "files" | records read from disk | loader thread |
 | "scan" | blocks of a table for `topk`, which begins with an idle GPU | training thread |
@@ -21,8 +21,8 @@ Events between them, and the reason for each
 | "rows", after the decisions on a batch, of all tables | "records" | they name the records to move |
 | `PendingBatch.ready`, after copies, decisions and moves | training | the step reads batch and slots |
 | `earlier_steps`: training, at each `next` of a loop | "rows" | an admission may evict rows of those steps |
-| | "rows" | they may have used the memory that a small batch is copied to |
-| | loader thread | a large batch is copied after the step of an earlier one: few are on the device |
+| | "rows" | earlier work may use the memory that a batch is copied to |
+| | loader thread, on the host | its batches are copied after earlier steps: few are on the device |
 | "records", at work on rows that `GpuCache.protects` does not cover | training | admissions may move them |
 | training, at such work | "rows" | the next admission may evict these rows |
 | `Reservation.ready`, after records were read | "rows" | the lookup reads them |
@@ -35,16 +35,17 @@ Events between them, and the reason for each
 | training, before and after a warm-up | "captures", training | the warm-up is a step of the training |
 
 `record_stream` tells torch's allocator of memory that another stream uses. Each call costs later allocations
-a query of the GPU, 50 to 70 µs per step on a slow host. So a step over small batches has none:
+a query of the GPU, 50 to 70 µs per step on a slow host. So batches that the training thread loads have none:
 
-- Memory of a small batch is allocated in the training stream, as if the loop had made the batch. The copies
-  in "rows" are ordered after the allocation (`earlier_steps`), and the step after the copies (`ready`).
+- Their memory is allocated in the training stream, as if the loop had made them. The copies in "rows" are
+  ordered after the allocation (`earlier_steps`), and the step after the copies (`ready`).
 - Memory of admissions is allocated in "rows". A `next` drops that of the last step, and lets "rows" wait for
   that step, before "rows" allocates again. The step had waited for the moves in "records".
 
-Others need it: large batches, which "batches" allocates, for training; ids of those, or of a list on the GPU,
-for "rows"; batches of a loop that uses several streams; and what a loop that is left has in flight. Staging
-memory is pinned by torch's allocator, which keeps a block until its copy is done.
+Other memory needs it: batches that a loader thread allocates in "batches", for training; their ids, or those
+of a list of GPU tensors, for "rows"; batches of a loop that uses several streams; what a loop that is left
+has in flight; blocks of `topk`, rows of a `RowReader`, and coefficients of an optimizer that is used in
+another stream. Staging memory is pinned by torch's allocator, which keeps a block until its copy is done.
 
 CUDA graphs of the user are captured in the user's stream. From the first captured lookup on, a table's rows
 are not prefetched to the GPU: see `tables.cache.gpu`. Graphs of the decisions on an admission

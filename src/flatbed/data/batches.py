@@ -170,7 +170,7 @@ class MovedBatch:
     arrived: Any = None
     """The event after copies in the stream "batches"; None if they are in another stream."""
     nbytes: int = 0
-    """The size of the tensors that were copied to a GPU."""
+    """The size of the tensors that are copied to a GPU."""
 
     def issue_copies(self) -> None:
         """Issue the copies in the current stream. Does not wait."""
@@ -230,6 +230,7 @@ class BatchMover:
         if not self.on_gpu:
             return MovedBatch(batch, tensors, has_objects)
         origins = {tensor.device for tensor in tensors.values() if tensor.is_cuda}
+        nbytes = sum(p.nbytes for tensor in tensors.values() if not tensor.is_cuda for p in _parts(tensor))
         for origin in origins:  # the loader's own work
             copies = stream or torch.cuda.current_stream(self.device)
             copies.wait_stream(torch.cuda.current_stream(origin))
@@ -237,7 +238,6 @@ class BatchMover:
             sent = send([*tensors.values()], self.device, is_reused=self.is_reused)
             moved = dict(zip(tensors, sent.tensors, strict=True))
             there = map_leaves(lambda leaf: moved.get(id(leaf), leaf), batch)
-            nbytes = sum(tensor.nbytes for tensor in sent.owners if tensor.layout == torch.strided)
             found = MovedBatch(there, moved, has_objects, sent.owners, sent.copies, nbytes=nbytes)
             if stream is not None:
                 found.issue_copies()

@@ -42,13 +42,15 @@ JOIN_SECONDS = 5.0
 INLINE_BYTES = 1 << 20
 """The largest batch that the training thread copies itself, if no code of the user makes it in this process.
 
+Threads load the batches after the first larger one.
+
 The loader thread would take the interpreter lock from the training thread in every call to torch. On an H200
 with a slow host, that cost 0.2 to 0.7 ms of each step; the copy takes less than 0.2 ms.
 """
 INLINE_SECONDS = 0.01
-"""The longest time that the training thread waits for a worker process more than once.
+"""After a longer wait for a worker process, except in the first `next`, threads load the batches.
 
-Threads let it train meanwhile on the batches that are ready.
+They let the training thread go on with the batches that are ready.
 """
 
 
@@ -65,7 +67,7 @@ class PendingBatch:
     def finish(self, *, is_left: bool = False) -> None:
         """End all requests, each once, also if two threads do so.
 
-        `is_left`: the loop ends before its step, or the one before it.
+        `is_left`: the loop ends while this batch is in use, or waits to be used.
         """
         while True:
             try:
@@ -405,7 +407,7 @@ class PrefetchIterator(Iterator[Any]):
     def _admit(self, pending: PendingBatch) -> None:
         """Admit the rows of a batch in the current stream, "rows", after the copies of the ids.
 
-        Batches that were loaded in this thread are copied in that stream, too.
+        Batches that were loaded in this thread are copied in that stream, too. Records move in "records".
         """
         rows, records, moved = self._rows, self._records, pending.moved
         assert moved is not None
@@ -416,12 +418,12 @@ class PrefetchIterator(Iterator[Any]):
         try:
             for prefetch, request in pending.requests:
                 for tensor in request.tensors if rows is not None else ():
-                    if moved.arrived is not None or tensor.is_cuda:  # no memory of the training stream
+                    if moved.arrived is not None or tensor.is_cuda:  # not allocated by `load` in this thread
                         moved.tensors[id(tensor)].record_stream(rows)  # type: ignore[arg-type,unused-ignore]
                 prefetch.admit(request, moved.tensors)
         finally:
             if rows is not None and records is not None and pending.requests:
-                records.wait_stream(rows)  # with the copies, and what caches without moves have done there
+                records.wait_stream(rows)  # also for the copies, and for caches that move no records there
             for prefetch, request in pending.requests:
                 prefetch.issue_moves(request)
             if records is not None and pending.requests:
@@ -431,6 +433,9 @@ class PrefetchIterator(Iterator[Any]):
 
     def _fail(self, error: BaseException) -> None:
         """Close, and let the loader thread tell other ranks the reason."""
+        if self._rows is not None and self._records is not None:
+            # No batch may hold the memory of the last admission, which "rows" then uses again.
+            self._rows.wait_stream(self._records)
         if self._pipeline.ranks is not None:
             self._pipeline.ranks.reason = reason_of(error)
         self._pipeline.close()

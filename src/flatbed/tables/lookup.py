@@ -404,9 +404,9 @@ class RowPrefetch:
     def finish(self, request: PrefetchRequest, *, is_left: bool = False) -> None:
         """End the lookups: they are no longer found. Idempotent.
 
-        If the loop `is_left`, no `next` lets the stream "rows" wait for the moves and the last step before
-        the memory of the batch is used again. Reservations in the cache of a disk table end after the
-        training work issued so far. In a `GpuCache`, windows alone decide which rows may be evicted.
+        If the loop `is_left`, no later `next` orders "rows" after the moves and the last step, so
+        `record_stream` keeps the memory. Reservations in the cache of a disk table end after the training
+        work issued so far. In a `GpuCache`, windows alone decide which rows may be evicted.
         """
         reserved = []
         for lookup in request.lookups:

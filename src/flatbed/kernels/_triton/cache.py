@@ -317,9 +317,10 @@ def decide(
 
 
 class DecisionGraphs:
-    """CUDA graphs of `decide`, one for each number of keys that occurs often. All are replayed in one stream.
+    """CUDA graphs of `decide`, for numbers of keys and windows that occur often.
 
     Decisions are 20 launches of small kernels, which take the host longer than the GPU. Keys are in range.
+    All graphs are replayed in one stream.
     """
 
     def __init__(self, index: CacheIndex, key_dtype: torch.dtype) -> None:

@@ -131,7 +131,7 @@ def unique(
 ) -> UniqueRows:
     """Find the unique rows.
 
-    `ticks`, for the first kernel of `admit`: the cache's clock, which it advances, and the number of missing
+    `ticks`, for the first kernel of `decide`: the cache's clock, which it advances, and the number of missing
     rows, which it sets to 0. `out`: memory for the results.
     """
     n, device = keys.numel(), keys.device

@@ -3,9 +3,10 @@
 Every kernel that reads or writes a row asks the index first. So the only hazard is an admission that moves a
 row while work in another stream uses the row.
 
-**Streams.** Admissions run in the training stream, or ahead of time (`prefetch`). Those run in two streams:
-in "rows", kernels decide which rows get which slots, and write the index only; in "records", a kernel moves
-the records (`issue_moves`). So neither the bus nor the decisions on the next batch wait for each other.
+**Streams.** Admissions run in the training stream, or ahead of time (`prefetch`). Prefetches run in two
+streams: in "rows", kernels decide which rows get which slots, and write the index only; in "records", a
+kernel moves the records (`issue_moves`). So the bus and the decisions on the next batch do not wait for each
+other.
 Decisions on batches of one size are replayed as a CUDA graph (`DecisionGraphs`), since the host takes longer
 to launch them one by one than the GPU to run them.
 
@@ -56,8 +57,8 @@ if TYPE_CHECKING:
 MAX_WINDOW = 1024
 # After an interrupted admission, the index names slots whose records may not be there.
 INTERRUPTED = (
-    "the program was interrupted (Ctrl-C) while rows moved into a table's cache, and rows that changed may "
-    "be lost: build the model again, and load its last checkpoint"
+    "the program was interrupted (Ctrl-C), or failed, while rows moved into a table's cache, and rows that "
+    "changed may be lost: build the model again, and load its last checkpoint"
 )
 
 
@@ -112,9 +113,9 @@ class GpuCache:
     def prefetch(self, keys: Tensor, *, window: int, reservation: object) -> tuple[UniqueRows, int] | None:
         """Decide on the admission of a batch ahead of time; None if its rows cannot be kept.
 
-        They are, if its ids fit in addition to those of the last `window` admissions. Keys are in range. The
-        current stream, "rows", is ordered after the training work on all batches before these. The caller
-        calls `issue_moves` before anything else uses the cache.
+        They are kept if its ids fit in addition to those of the last `window` admissions. Keys are in range.
+        The current stream, "rows", is ordered after the training work on all batches before these. The caller
+        may prefetch further batches, and then calls `issue_moves`, before anything else uses the cache.
         """
         if self.in_graphs or is_capturing(self.device):
             return None
@@ -132,7 +133,7 @@ class GpuCache:
                 self._decided.append(decided)
                 self.index.moving = False
         except BaseException:
-            self._order_moves()  # later work waits for the moves alone
+            self._order_moves()  # later work waits for "records" only, and so for what "rows" has begun
             raise
         self._window = window
         return decided.found, self._end_admission(n, oldest)
@@ -141,7 +142,8 @@ class GpuCache:
         """Move the records of decided admissions in the stream "records", which is ordered after "rows"."""
         stream = stream_for(self.device, "records") if self.device.type == "cuda" else None
         while self._decided:
-            self.index.moving = True  # a move is not issued twice: it would write back another row's record
+            # If the launch is interrupted, it may have run. A second one would write a wrong record back.
+            self.index.moving = True
             self._kernels.move(self._decided[0], self.location, stream)
             self._decided.popleft()
             self.index.moving = False
