@@ -674,8 +674,32 @@ def test_memory_of_dropped_batches_is_kept_for_their_copies(monkeypatch: pytest.
         next(iterator)
     assert not record.called  # the loop waits for the copies of its own batches
     iterator._pipeline.mover.on_gpu = True
+    iterator._pipeline.in_use.moved = iterator._pipeline.admitted[0].moved  # interrupted as it is handed out
     iterator.close()
-    assert record.call_args_list == [mock.call(rows)] * 2
+    assert record.call_args_list == [mock.call(rows)] * 3
+
+
+def test_memory_of_admissions_is_kept_until_rows_wait_for_their_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise another loop of the device could be given it, while the step uses it."""
+    request = Stream()  # anything that can be referred to weakly
+    finished = weakref.ref(request)
+    alive = []
+
+    class WatchedRows(Rows):
+        def wait_event(self, event: Any) -> None:
+            alive.append(finished() is not None)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream())
+    iterator = iter(Prefetcher(batches(8), device="cpu"))
+    iterator._rows = WatchedRows()
+    next(iterator)
+    iterator._pipeline.in_use.requests.append((mock.Mock(finish=lambda *_, **__: None), request))
+    del request
+    next(iterator)
+    assert alive == [True, True]
+    assert finished() is None
+    iterator.close()
 
 
 @DEVICES

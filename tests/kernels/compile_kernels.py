@@ -130,9 +130,10 @@ def others() -> None:
         changed = {"grads_ptr": kind, "sums_ptr": sums, "values_ptr": sums}
         ptx(row_kernels.sum_squares_kernel, changed, BLOCK=1024)
         changed |= {"partials_ptr": sums, "rank_ptr": "*i32"}
-        chunks = {"CHUNK": 64, "DIM": 48, "COLUMNS": 64, "AT_ONCE": 8}
-        ptx(row_kernels.segment_sum_kernel, {**changed, "n_tiles": "i32"}, WIDE=wide, ROWS=8, **chunks)
-        ptx(row_kernels.sum_chunks_kernel, changed, **chunks)
+        chunks = {"CHUNK": 64, "DIM": 48, "COLUMNS": 64}
+        runs = {"WIDE": wide, "ROWS": 8, "AT_ONCE": 2, "CHUNK_AT_ONCE": 8}
+        ptx(row_kernels.segment_sum_kernel, {**changed, "n_tiles": "i32"}, **runs, **chunks)
+        ptx(row_kernels.sum_chunks_kernel, changed, AT_ONCE=16, **chunks)
     for writes, cached in itertools.product((True, False), repeat=2):
         shape = {"STRIDE": 1536, "WORDS": 192, "COLUMNS": 256, "ROWS": 4}
         ptx(row_kernels.move_kernel, WRITES=writes, CACHED=cached, **shape)

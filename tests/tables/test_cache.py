@@ -131,7 +131,7 @@ def prefetch(cache: Any, rows: Any, window: int) -> LookupBatch | None:
     if keys.is_cuda:
         torch.cuda.synchronize()  # a prefetcher decides in the stream "rows", and orders the moves after it
     cache.issue_moves()
-    return None if found is None else LookupBatch(keys.shape, keys, found[0], cache, found[1])
+    return None if found is None else LookupBatch(keys.shape, *found[:2], cache, found[2])
 
 
 def test_slots_of_the_last_admissions_are_kept(kernel_device: str) -> None:
@@ -143,6 +143,7 @@ def test_slots_of_the_last_admissions_are_kept(kernel_device: str) -> None:
         admit(emb, [])  # empty batches do not count
     for n, batch in enumerate(batches):
         assert cache.protects(batch) == (n >= 3)
+        assert batch.keys.dtype == torch.int32  # as in captured lookups, for which kernels must be loaded
     assert cached_rows(emb) == set(range(12, 24))
     assert prefetch(cache, range(50, 55), 2) is None  # 5 + 4 + 4 rows do not fit
     admit(emb, range(50, 55))  # in the training stream it may evict all others
@@ -437,13 +438,13 @@ class Simulation:
         def issue_decisions(index: Any, keys: Tensor, *args: Any, **options: Any) -> Any:
             before = index.slot_of_row.clone()
             found = decide(index, keys, *args, **options)
-            self.moving[id(found)] = set((index.slot_of_row != before).nonzero().flatten().tolist())
-            self.issue(self.moving[id(found)], "decisions")
+            self.moving[id(found.memory)] = set((index.slot_of_row != before).nonzero().flatten().tolist())
+            self.issue(self.moving[id(found.memory)], "decisions")
             return found
 
         def issue_moves(decided: Any, location: Any, stream: Stream | None = None) -> None:
             move(decided, location)
-            self.issue(self.moving[id(decided)], "moves", stream)
+            self.issue(self.moving[id(decided.memory)], "moves", stream)
 
         monkeypatch.setattr(kernels, "decide", issue_decisions)
         monkeypatch.setattr(kernels, "move", issue_moves)
@@ -461,7 +462,7 @@ class Simulation:
         for keys in lookups:
             found = self.cache.prefetch(keys, window=self.window, reservation=None)
             if found is not None:
-                batches.append(LookupBatch(keys.shape, keys, found[0], self.cache, found[1]))
+                batches.append(LookupBatch(keys.shape, *found[:2], self.cache, found[2]))
         self.current = self.training
         self.streams["records"].wait_stream(self.streams["rows"])
         self.cache.issue_moves()

@@ -180,3 +180,39 @@ def test_interrupted_admission_by_kernels(tmp_path: Path) -> None:
                 emb.state_dict()
         number += 7
     assert 0 < n_raised < number / 2
+
+
+@pytest.mark.usefixtures("kernel_device")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are not interpreted")
+@pytest.mark.parametrize("n_lookups", [1, 2])
+def test_interrupted_prefetch_by_kernels(n_lookups: int, tmp_path: Path) -> None:
+    """Rows are right, or every use raises from then on, another loop included."""
+    batches = [torch.tensor([10, 11, 12, 13]), torch.tensor([14, 15, 16, 17])]
+
+    def prefetch(emb: Any) -> None:
+        with iter(flatbed.Prefetcher(batches, {emb: lambda ids: [*ids.chunk(n_lookups)]}, depth=1)) as loop:
+            next(loop)
+
+    kernels = f"{SOURCE}/kernels/_triton/cache.py", f"{SOURCE}/tables/cache/gpu.py"
+    number, n_raised, n_right = 1, 0, 0
+    while True:
+        emb, optimizer = made("host", tmp_path, cache_rows=12)
+        for ids in (*BATCHES, [18, 19], [1], [1], [1]):  # the last ones leave room for prefetches
+            step(emb, optimizer, ids)
+        before = records(emb)
+        if not interrupted(partial(prefetch, emb), number, kernels):
+            break
+        try:
+            assert torch.equal(records(emb), before)
+            n_right += 1
+            prefetch(emb)
+            assert torch.equal(records(emb), before)
+        except flatbed.FlatbedError as error:
+            assert "last checkpoint" in str(error)  # noqa: PT017
+            n_raised += 1
+            for use in (partial(prefetch, emb), emb.state_dict, partial(step, emb, optimizer, [1])) * 2:
+                with pytest.raises(flatbed.FlatbedError, match="last checkpoint"):
+                    use()
+        number += 13
+    assert n_raised > 1
+    assert n_right > 5

@@ -300,14 +300,14 @@ def send(tensors: Sequence[Tensor], device: torch.device, *, is_reused: bool = F
     Axes keep their order in memory.
     """
     moved: dict[int, Tensor] = {}
-    owners: list[Tensor] = []
+    others: list[Tensor] = []
     copies: list[Copy] = []
     small: dict[int, Tensor] = {}
     for i, tensor in enumerate(tensors):
         if not _is_plain(tensor):
             is_copied = is_reused and not tensor.requires_grad
             moved[i] = tensor.to(device, non_blocking=not is_reused, copy=is_copied)
-            owners += _parts(moved[i])
+            others += _parts(moved[i])
             continue
         nbytes = tensor.nbytes
         is_direct = nbytes >= DIRECT_BYTES and not is_reused and tensor.is_pinned()
@@ -323,13 +323,12 @@ def send(tensors: Sequence[Tensor], device: torch.device, *, is_reused: bool = F
         # `.data`, since a write to one tensor must not count as a change of the others to autograd.
         together = [part.view(source.dtype).view(source.shape).data for part, source in parts]
         moved.update(zip(small, together, strict=True))
-        owners.append(memory)
         copies.append(Copy(memory, sources))
     else:
         for i, tensor in small.items():
             moved[i] = torch.empty_like(tensor, device=device)
             copies.append(Copy(moved[i], [tensor]))
-    owners += [copy.target for copy in copies if len(copy.sources) == 1]
+    owners = [*(copy.target for copy in copies), *others]
     return Sent([moved[i] for i in range(len(tensors))], owners, copies)
 
 

@@ -247,13 +247,17 @@ class Pipeline:
     def finish_batches(self) -> None:
         """Finish the batches that the training thread has taken. Two threads may do so."""
         if self.in_use is not None:
-            self.in_use.finish(is_left=True)
+            self._leave(self.in_use)
         with suppress(IndexError):
             while True:
-                pending = self.admitted.popleft()
-                if pending.moved is not None and self.mover.on_gpu and self.depth:  # copies may go on
-                    pending.moved.record_stream(stream_for(self.mover.device, "rows"))
-                pending.finish(is_left=True)
+                self._leave(self.admitted.popleft())
+
+    def _leave(self, pending: PendingBatch) -> None:
+        """Finish a batch whose copies, moves or step may go on."""
+        pending.finish(is_left=True)
+        if pending.moved is not None and self.mover.on_gpu and self.depth:  # it was not handed out
+            with suppress(RuntimeError, NotImplementedError):  # of other kinds, which are not copied there
+                pending.moved.record_stream(stream_for(self.mover.device, "rows"))
 
     def join(self, seconds: float) -> None:
         """Wait for the threads, at most so long; never for the thread that calls this."""
@@ -319,7 +323,9 @@ class PrefetchIterator(Iterator[Any]):
                 raise StopIteration
             if pipeline.settings is None:
                 pipeline.settings = thread_settings()  # here, since streams set the current GPU
+            finished: list[Any] = []  # keeps the memory of admissions until "rows" waits for their step
             if pipeline.in_use is not None:
+                finished += pipeline.in_use.requests
                 pipeline.in_use.finish()
             if pipeline.ranks is not None:
                 pipeline.ranks.begin()
@@ -332,6 +338,7 @@ class PrefetchIterator(Iterator[Any]):
                 self._streams.add(stream)
                 for other in self._streams if len(self._streams) > 1 else ():
                     self._rows.wait_stream(other)
+            finished.clear()
             if taken:
                 with self._in_rows:
                     for pending in taken:
@@ -434,8 +441,9 @@ class PrefetchIterator(Iterator[Any]):
     def _fail(self, error: BaseException) -> None:
         """Close, and let the loader thread tell other ranks the reason."""
         if self._rows is not None and self._records is not None:
-            # No batch may hold the memory of the last admission, which "rows" then uses again.
-            self._rows.wait_stream(self._records)
+            # Nothing may hold the memory of the last admissions, which "rows" then uses again.
+            for stream in (self._records, *self._streams):
+                self._rows.wait_stream(stream)
         if self._pipeline.ranks is not None:
             self._pipeline.ranks.reason = reason_of(error)
         self._pipeline.close()

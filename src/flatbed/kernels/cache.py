@@ -46,7 +46,8 @@ class CacheIndex:
         self.clock = torch.zeros(1, dtype=torch.int64, device=device)
         self.counts = torch.zeros(len(COUNTS), dtype=torch.int64, device=device)
         self.moving = False
-        """True while the host issues an admission: no kernel yet moves the records that the maps name."""
+        """True while the host issues decisions or moves. If it stays True, the maps may name slots whose
+        records are not there, and will not be moved."""
 
     def clear(self) -> None:
         """Empty all slots without writing anything back."""

@@ -352,14 +352,13 @@ class RowPrefetch:
             ids = moved[id(lookup.source)]
             if cache is not None and ids.device == self.store.device:  # the table may have moved in the loop
                 rows = ids if lookup.exchanged is None else moved[id(lookup.exchanged.rows)]
-                keys = rows.flatten()
-                keys = keys if keys.dtype in (torch.int64, torch.int32) else keys.to(torch.int64)
                 reserved_in, reservation = lookup.reserved or (None, None)
                 if reserved_in is not cache:  # the table has had another cache since
                     reservation = None
-                found = cache.prefetch(keys, window=window, reservation=reservation)
+                found = cache.prefetch(rows.flatten(), window=window, reservation=reservation)
                 if found is not None:
-                    lookup.admitted = LookupBatch(rows.shape, keys, found[0], cache, found[1])
+                    keys, unique_rows, admission = found
+                    lookup.admitted = LookupBatch(rows.shape, keys, unique_rows, cache, admission)
             lookup.batch = lookup.admitted
             if lookup.exchanged is not None:
                 lookup.batch = self._exchanged_batch(ids, lookup, moved)
@@ -402,7 +401,7 @@ class RowPrefetch:
     # ---- in any thread
 
     def finish(self, request: PrefetchRequest, *, is_left: bool = False) -> None:
-        """End the lookups: they are no longer found. Idempotent.
+        """End the lookups: they are no longer found. Idempotent. The request keeps the memory of admissions.
 
         If the loop `is_left`, no later `next` orders "rows" after the moves and the last step, so
         `record_stream` keeps the memory. Reservations in the cache of a disk table end after the training
@@ -417,7 +416,7 @@ class RowPrefetch:
                 reserved.append(lookup.reserved)
             if is_left:
                 self._keep_memory(lookup)
-            lookup.batch = lookup.admitted = lookup.reserved = None
+            lookup.reserved = None
         after, stream = None, self._training_stream
         if reserved and stream is not None:
             with torch.cuda.stream(stream):

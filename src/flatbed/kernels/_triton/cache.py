@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 import triton
@@ -265,19 +266,29 @@ class Decisions:
     victims: Tensor
     """Changed rows that are in the slots, and are written back; -1 for none."""
     n_missing: Tensor
+    keys: Tensor | None = None
+    """The keys; None if the caller has them."""
 
     @classmethod
-    def allocate(cls, n: int, device: torch.device) -> Decisions:
-        """Allocate memory for the decisions on n keys."""
-        size = sum(result_sizes(n)) + 3 * even(n) + 2
-        return cls.of(torch.empty(size, dtype=torch.int64, device=device), n)
+    def allocate(cls, n: int, device: torch.device, key_dtype: torch.dtype | None = None) -> Decisions:
+        """Allocate memory for the decisions on n keys, and for the keys, if their dtype is given."""
+        size = sum(result_sizes(n)) + 3 * even(n) + 2 + _key_words(n, key_dtype)
+        return cls.of(torch.empty(size, dtype=torch.int64, device=device), n, key_dtype)
 
     @classmethod
-    def of(cls, memory: Tensor, n: int) -> Decisions:
+    def of(cls, memory: Tensor, n: int, key_dtype: torch.dtype | None = None) -> Decisions:
         """Divide memory for the decisions on n keys. All addresses are multiples of 16."""
-        parts = torch.split(memory, [*result_sizes(n), *[even(n)] * 3, 2])
-        *_, missing, slots, victims, n_missing = parts
-        return cls(memory, as_results(parts[:5], n), missing, slots, victims, n_missing.view(torch.int32))
+        parts = torch.split(memory, [*result_sizes(n), *[even(n)] * 3, 2, _key_words(n, key_dtype)])
+        *_, missing, slots, victims, n_missing, last = parts
+        keys = None if key_dtype is None else last.view(key_dtype)[:n]
+        return cls(
+            memory, as_results(parts[:5], n), missing, slots, victims, n_missing.view(torch.int32), keys
+        )
+
+
+def _key_words(n: int, dtype: torch.dtype | None) -> int:
+    """Return how many int64 the keys take."""
+    return 0 if dtype is None else even(-(-n * dtype.itemsize // 8))
 
 
 def decide(
@@ -291,7 +302,7 @@ def decide(
 ) -> Decisions:
     """Find the unique rows of keys, and give a slot to each missing one. Writes the index, moves no record.
 
-    `index.moving` is True after that, until the caller has issued the moves.
+    `index.moving` is True after that. The caller issues the moves, or stores the decisions, and resets it.
     """
     n, device, n_rows = keys.numel(), keys.device, index.slot_of_row.numel()
     out = out or Decisions.allocate(n, device)
@@ -329,14 +340,14 @@ class DecisionGraphs:
         self._graphs: dict[tuple[int, int], DecisionGraph] = {}
         self._can_capture = can_capture(index.clock.device)
 
-    def decide(self, keys: Tensor, window: int) -> Decisions:
-        """Decide in the current stream."""
-        kind = keys.numel(), window
+    def decide(self, ids: Tensor, window: int) -> Decisions:
+        """Decide in the current stream. The decisions have the keys."""
+        kind = ids.numel(), window
         try:
             if kind not in self._graphs and self._is_frequent(kind):
                 self._graphs[kind] = DecisionGraph(self._index, *kind, self._dtype)
             if kind in self._graphs:
-                return self._graphs[kind].replay(keys)
+                return self._graphs[kind].replay(ids)
         except GraphError as error:
             self._can_capture = False
             self._graphs.clear()
@@ -344,7 +355,8 @@ class DecisionGraphs:
                 f"a CUDA graph could not be used ({error}): prefetching goes on, and takes the host longer",
                 stacklevel=2,
             )
-        return decide(self._index, keys.to(self._dtype), window)
+        keys = ids.to(self._dtype)
+        return replace(decide(self._index, keys, window), keys=keys)
 
     def _is_frequent(self, kind: tuple[int, int]) -> bool:
         if not self._can_capture or not kind[0] or len(self._graphs) == MAX_GRAPHS:
@@ -363,29 +375,28 @@ class DecisionGraph:
     """A CUDA graph of `decide` for a number of keys and a window."""
 
     def __init__(self, index: CacheIndex, n: int, window: int, dtype: torch.dtype) -> None:
-        self._index, device = index, index.clock.device
+        self._index, self._dtype, device = index, dtype, index.clock.device
         try:
             with torch.inference_mode(False):  # later replays may be outside
-                self._keys = torch.empty(n, dtype=dtype, device=device)
-                out = Decisions.allocate(n, device)
-                self._memory = out.memory
+                out = Decisions.allocate(n, device, dtype)
+                self._memory, self._keys = out.memory, cast(Tensor, out.keys)
                 self._graph = Graph(lambda: decide(index, self._keys, window, out=out), device)
         except (DriverError, RuntimeError) as error:
             raise GraphError(error) from error
         finally:
             index.moving = False
 
-    def replay(self, keys: Tensor) -> Decisions:
+    def replay(self, ids: Tensor) -> Decisions:
         """Decide in the current stream. Returns a copy, since the next replay writes to the same memory."""
         copy = torch.empty_like(self._memory)  # before the index changes, since it may fail
-        self._keys.copy_(keys)  # in their dtype
+        self._keys.copy_(ids)
         self._index.moving = True
         try:
             self._graph.replay()
         except DriverError as error:
             self._index.moving = False
             raise GraphError(error) from error
-        return Decisions.of(copy.copy_(self._memory), keys.numel())
+        return Decisions.of(copy.copy_(self._memory), ids.numel(), self._dtype)
 
 
 @functools.cache

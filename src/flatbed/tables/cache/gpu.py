@@ -110,17 +110,21 @@ class GpuCache:
         )
         return found, self._end_admission(n, oldest)
 
-    def prefetch(self, keys: Tensor, *, window: int, reservation: object) -> tuple[UniqueRows, int] | None:
+    def prefetch(
+        self, ids: Tensor, *, window: int, reservation: object
+    ) -> tuple[Tensor, UniqueRows, int] | None:
         """Decide on the admission of a batch ahead of time; None if its rows cannot be kept.
 
-        They are kept if its ids fit in addition to those of the last `window` admissions. Keys are in range.
+        Returns the keys of the ids, their unique rows, and the admission.
+
+        They are kept if its ids fit in addition to those of the last `window` admissions. Ids are in range.
         The current stream, "rows", is ordered after the training work on all batches before these. The caller
         may prefetch further batches, and then calls `issue_moves`, before anything else uses the cache.
         """
         if self.in_graphs or is_capturing(self.device):
             return None
         self._check_moved()
-        n = keys.numel()
+        n = ids.numel()
         if not self._has_room(n, window):
             return None
         while self._streams_to_await:
@@ -128,7 +132,7 @@ class GpuCache:
         self._has_prefetched = True
         oldest = self._begin_admission(n, window)
         try:
-            decided = self._graphs.decide(keys, window)
+            decided = self._graphs.decide(ids, window)
             if n:
                 self._decided.append(decided)
                 self.index.moving = False
@@ -136,16 +140,18 @@ class GpuCache:
             self._order_moves()  # later work waits for "records" only, and so for what "rows" has begun
             raise
         self._window = window
-        return decided.found, self._end_admission(n, oldest)
+        assert decided.keys is not None
+        return decided.keys, decided.found, self._end_admission(n, oldest)
 
     def issue_moves(self) -> None:
         """Move the records of decided admissions in the stream "records", which is ordered after "rows"."""
         stream = stream_for(self.device, "records") if self.device.type == "cuda" else None
-        while self._decided:
-            # If the launch is interrupted, it may have run. A second one would write a wrong record back.
+        while self._decided and not self.index.moving:  # after an interruption, the next use raises
             self.index.moving = True
-            self._kernels.move(self._decided[0], self.location, stream)
-            self._decided.popleft()
+            decided = (
+                self._decided.popleft()
+            )  # before the launch: a second one would write wrong records back
+            self._kernels.move(decided, self.location, stream)
             self.index.moving = False
 
     def _order_moves(self) -> None:

@@ -164,15 +164,15 @@ class HostIndexCache:
         return bool(batch.admission.epoch == self.epoch) and not batch.admission.is_released
 
     def prefetch(
-        self, keys: Tensor, *, window: int, reservation: Reservation | None
-    ) -> tuple[UniqueRows, Reservation] | None:
+        self, ids: Tensor, *, window: int, reservation: Reservation | None
+    ) -> tuple[Tensor, UniqueRows, Reservation] | None:
         """Find the unique rows of a batch whose rows are reserved; None without a reservation."""
         if reservation is None or reservation.epoch != self.epoch:
             return None
         if reservation.ready is not None:
             torch.cuda.current_stream(self.device.index).wait_event(reservation.ready)
-        keys = keys.to(ops.key_dtype(self.n_rows, keys.device))
-        return ops.unique(keys, self.n_rows), reservation
+        keys = ids.to(ops.key_dtype(self.n_rows, ids.device))
+        return keys, ops.unique(keys, self.n_rows), reservation
 
     def issue_moves(self) -> None:
         """Do nothing: `reserve` has moved the records."""
