@@ -195,6 +195,10 @@ TABLES: dict[str, Comparison | Grid] = {
     "disk": Grid(
         *(CACHE, {"case": "disk"}, (TIME, "peak_memory_bytes")), variants=(SPARSE, EAGER, PREFETCHED)
     ),
+    "cold": Grid(
+        *(OVERLAP, {"case": "cold"}, (TIME, "disk_reads_per_step", "disk_alone_ms")),
+        variants=(EAGER, PREFETCHED),
+    ),
     "overlap-uniform": Grid(OVERLAP, {"distribution": "uniform"}, (TIME, "bound_ratio"), "model"),
     "overlap-zipf": Grid(
         OVERLAP, {"distribution": "zipf 1.05", "storage": "host"}, (TIME, "bound_ratio"), "model"
