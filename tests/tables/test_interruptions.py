@@ -213,6 +213,6 @@ def test_interrupted_prefetch_by_kernels(n_lookups: int, tmp_path: Path) -> None
             for use in (partial(prefetch, emb), emb.state_dict, partial(step, emb, optimizer, [1])) * 2:
                 with pytest.raises(flatbed.FlatbedError, match="last checkpoint"):
                     use()
-        number += 7
-    assert n_raised > 1
-    assert n_right > 1
+        number += 11
+    assert n_raised > 0
+    assert n_right > 0

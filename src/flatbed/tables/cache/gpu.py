@@ -6,9 +6,8 @@ row while work in another stream uses the row.
 **Streams.** Admissions run in the training stream, or ahead of time (`prefetch`). Prefetches run in two
 streams: in "rows", kernels decide which rows get which slots, and write the index only; in "records", a
 kernel moves the records (`issue_moves`). So the bus and the decisions on the next batch do not wait for each
-other.
-Decisions on batches of one size are replayed as a CUDA graph (`DecisionGraphs`), since the host takes longer
-to launch them one by one than the GPU to run them.
+other. Decisions on batches of one size are replayed as a CUDA graph (`DecisionGraphs`), since the host takes
+longer to launch them one by one than the GPU to run them.
 
 Admissions are numbered in the order in which the host issues them. Admission T with a window W does not
 evict slots used by admissions T - W to T - 1. It is issued with W > 0 only if the ids of all of them fit
@@ -115,9 +114,8 @@ class GpuCache:
     ) -> tuple[Tensor, UniqueRows, int] | None:
         """Decide on the admission of a batch ahead of time; None if its rows cannot be kept.
 
-        Returns the keys of the ids, their unique rows, and the admission.
-
-        They are kept if its ids fit in addition to those of the last `window` admissions. Ids are in range.
+        Returns the keys of the ids, their unique rows, and the admission. Rows are kept if the ids, which are
+        in range, fit in addition to those of the last `window` admissions.
         The current stream, "rows", is ordered after the training work on all batches before these. The caller
         may prefetch further batches, and then calls `issue_moves`, before anything else uses the cache.
         """
@@ -148,10 +146,8 @@ class GpuCache:
         stream = stream_for(self.device, "records") if self.device.type == "cuda" else None
         while self._decided and not self.index.moving:  # after an interruption, the next use raises
             self.index.moving = True
-            decided = (
-                self._decided.popleft()
-            )  # before the launch: a second one would write wrong records back
-            self._kernels.move(decided, self.location, stream)
+            # Taken out before the launch: a second one would write wrong records back.
+            self._kernels.move(self._decided.popleft(), self.location, stream)
             self.index.moving = False
 
     def _order_moves(self) -> None:
