@@ -676,7 +676,7 @@ def test_memory_of_dropped_batches_is_kept_for_their_copies(monkeypatch: pytest.
     iterator._pipeline.mover.on_gpu = True
     iterator._pipeline.in_use.moved = iterator._pipeline.admitted[0].moved  # interrupted as it is handed out
     iterator.close()
-    assert record.call_args_list == [mock.call(rows)] * 3
+    assert record.call_args_list == [mock.call(rows, targets_only=True)] * 3
 
 
 def test_memory_of_admissions_is_kept_until_rows_wait_for_their_step(monkeypatch: pytest.MonkeyPatch) -> None:

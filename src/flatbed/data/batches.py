@@ -163,8 +163,10 @@ class MovedBatch:
     """Tensors on the device, by the id of their host tensor."""
     has_objects: bool
     """The batch may have objects that are to be moved by their own `to`."""
-    owners: list[Tensor] = field(default_factory=list)
-    """Tensors that own the memory of the batch on a GPU."""
+    targets: list[Tensor] = field(default_factory=list)
+    """Tensors that own the memory that is copied to on a GPU."""
+    others: list[Tensor] = field(default_factory=list)
+    """Tensors that own other memory of the batch on a GPU."""
     copies: list[Copy] = field(default_factory=list)
     """Copies that were not issued yet."""
     arrived: Any = None
@@ -177,9 +179,9 @@ class MovedBatch:
         while self.copies:
             self.copies.pop().issue()
 
-    def record_stream(self, stream: torch.cuda.Stream) -> None:
-        """Keep the memory until this stream has used it."""
-        for tensor in self.owners:
+    def record_stream(self, stream: torch.cuda.Stream, *, targets_only: bool = False) -> None:
+        """Keep the memory, or that of copies alone, until this stream has used it."""
+        for tensor in self.targets if targets_only else (*self.targets, *self.others):
             tensor.record_stream(stream)  # type: ignore[arg-type,unused-ignore]
 
 
@@ -238,7 +240,8 @@ class BatchMover:
             sent = send([*tensors.values()], self.device, is_reused=self.is_reused)
             moved = dict(zip(tensors, sent.tensors, strict=True))
             there = map_leaves(lambda leaf: moved.get(id(leaf), leaf), batch)
-            found = MovedBatch(there, moved, has_objects, sent.owners, sent.copies, nbytes=nbytes)
+            targets = [copy.target for copy in sent.copies]
+            found = MovedBatch(there, moved, has_objects, targets, sent.others, sent.copies, nbytes=nbytes)
             if stream is not None:
                 found.issue_copies()
                 found.arrived = stream.record_event()
@@ -285,10 +288,11 @@ class Copy:
 
 
 class Sent(NamedTuple):
-    """Tensors on a device, those that own their memory, and the copies that fill it."""
+    """Tensors on a device, and the copies that fill them."""
 
     tensors: list[Tensor]
-    owners: list[Tensor]
+    others: list[Tensor]
+    """Tensors that own memory that no copy fills."""
     copies: list[Copy]
 
 
@@ -328,8 +332,7 @@ def send(tensors: Sequence[Tensor], device: torch.device, *, is_reused: bool = F
         for i, tensor in small.items():
             moved[i] = torch.empty_like(tensor, device=device)
             copies.append(Copy(moved[i], [tensor]))
-    owners = [*(copy.target for copy in copies), *others]
-    return Sent([moved[i] for i in range(len(tensors))], owners, copies)
+    return Sent([moved[i] for i in range(len(tensors))], others, copies)
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -256,8 +256,7 @@ class Pipeline:
         """Finish a batch whose copies, moves or step may go on."""
         pending.finish(is_left=True)
         if pending.moved is not None and self.mover.on_gpu and self.depth:  # it was not handed out
-            with suppress(RuntimeError, NotImplementedError):  # of other kinds, which are not copied there
-                pending.moved.record_stream(stream_for(self.mover.device, "rows"))
+            pending.moved.record_stream(stream_for(self.mover.device, "rows"), targets_only=True)
 
     def join(self, seconds: float) -> None:
         """Wait for the threads, at most so long; never for the thread that calls this."""
