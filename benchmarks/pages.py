@@ -193,7 +193,9 @@ TABLES: dict[str, Comparison | Grid] = {
     "fsdp": Grid("h200-fsdp.json", {}, ("host_ms",), "parameters"),
     "cache-sizes": Grid(CACHE, {"case": "sizes"}, (TIME, "hit_rate"), "distribution", "cache_rows"),
     "disk": Grid(
-        *(CACHE, {"case": "disk"}, (TIME, "peak_memory_bytes")), variants=(SPARSE, EAGER, PREFETCHED)
+        OVERLAP,
+        {"case": "step", "storage": "disk"},
+        (TIME, "bound_ratio", "model_alone_ms", "peak_memory_bytes"),
     ),
     "cold": Grid(
         *(OVERLAP, {"case": "cold"}, (TIME, "disk_reads_per_step", "disk_alone_ms")),

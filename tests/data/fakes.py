@@ -54,7 +54,7 @@ class FakePrefetch:
             self.requests.append(request)
         return request
 
-    def read(self, request: FakeRequest) -> None:
+    def read(self, request: FakeRequest, moved: dict[int, Tensor], arrived: Any = None) -> None:
         assert self.reads_disk
         assert request.state == "staged"
         request.state = "read"

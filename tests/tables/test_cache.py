@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
+import weakref
+from concurrent.futures import ThreadPoolExecutor, TimeoutError
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
@@ -20,9 +24,10 @@ import flatbed
 from flatbed.cuda.driver import Driver, DriverError
 from flatbed.kernels import cache as decisions
 from flatbed.kernels._triton import cache as kernels
-from flatbed.tables.cache import gpu
+from flatbed.tables.cache import gpu, host_copy
 from flatbed.tables.cache.base import LookupBatch
 from flatbed.tables.lookup import RowPrefetch
+from flatbed.tables.storage.disk import DiskStorage
 from tests.tables.tables import cached_rows
 
 CPU = torch.device("cpu")
@@ -83,28 +88,83 @@ def test_lfu_forgets_old_uses(where: str) -> None:
 # ---- decisions of an index on the host
 
 
-def select(index: Any, rows: list[int], *reserved: Any) -> Any:
-    return decisions.select_victims(index, decisions.probe(index, torch.tensor(rows)), *reserved)
+def select(index: Any, rows: list[int]) -> decisions.Placement:
+    return decisions.decide(index, np.array(rows))
+
+
+def maps(index: Any) -> list[list[int]]:
+    return [index.slot_of_row.tolist(), index.row_of_slot.tolist(), index.dirty.tolist()]
 
 
 def test_victims_are_selected_before_any_map_changes() -> None:
     """Free slots and the oldest go before ties."""
     index = decisions.CacheIndex(20, 4, policy="lru", device=CPU)
-    decisions.insert(index, select(index, [1, 2, 3]))
-    before = index.slot_of_row.clone(), index.row_of_slot.clone(), index.dirty.clone()
+    decisions.assign(index, select(index, [1, 2, 3]))
+    before = maps(index)
     placement = select(index, [3, 7, 8, 9])
-    for old, new in zip(before, (index.slot_of_row, index.row_of_slot, index.dirty), strict=True):
-        assert torch.equal(old, new)
+    assert maps(index) == before
     assert (placement.victims == -1).all()  # none of them has changed
-    decisions.evict(index, placement)
-    decisions.insert(index, placement)
+    assert placement.n_rows == 4
+    decisions.assign(index, placement)
     assert set(index.row_of_slot.tolist()) == {3, 7, 8, 9}
     index = decisions.CacheIndex(100, 8, policy="lru", device=CPU)
     index.clock.fill_(9)
     index.stamp[:] = torch.tensor([5, 5, 5, 5, 5, 5, decisions.FREE, 1])
     assert set(select(index, [3, 7, 8]).slots.tolist()) >= {6, 7}
-    reserved_at = np.array([7, 5, 5, 6, 5, 4, 5, 5])
-    assert select(index, [10, 11, 12], reserved_at, 5).slots.tolist() == [5]
+    index.stamp[[0, 3]] = 11  # kept at the next tick
+    index.stamp[[1, 2, 4, 6, 7]] = 12
+    placement = select(index, [10, 11, 12])
+    assert placement.slots.tolist() == [5]
+    assert not placement.is_whole
+    assert placement.rows.tolist() == [10]
+
+
+def write_in_part(index: Any, placement: decisions.Placement, n_lines: int) -> None:
+    """Assign slots up to a line of `assign`."""
+    n_seen = 0
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        nonlocal n_seen
+        if frame.f_code is not decisions.assign.__code__:
+            return None
+        if event == "line":
+            n_seen += 1
+            if n_seen > n_lines:
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        decisions.assign(index, placement)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(before)
+
+
+@pytest.mark.parametrize("is_overwritten", [True, False])
+@pytest.mark.parametrize("n_lines", range(12))
+def test_an_admission_is_taken_back(n_lines: int, is_overwritten: bool) -> None:
+    """After any line of it: changed rows have their slots again, or no row has them."""
+    index = decisions.CacheIndex(20, 4, policy="lfu", device=CPU)
+    decisions.assign(index, select(index, [1, 2, 3]))
+    index.dirty[index.slot_of_row[[1, 3]].long()] = 1
+    of_1, of_3 = index.slot_of_row[[1, 3]].tolist()
+    placement = select(index, [3, 7, 8])
+    assert set(placement.victims.tolist()) <= {1, -1}
+    write_in_part(index, placement, n_lines)
+    for _ in range(2):
+        decisions.take_back(index, placement, is_overwritten=is_overwritten)
+        cached = {row: slot for row, slot in enumerate(index.slot_of_row.tolist()) if slot >= 0}
+        assert cached == {row: slot for slot, row in enumerate(index.row_of_slot.tolist()) if row >= 0}
+        assert cached[3] == of_3
+        assert {7, 8}.isdisjoint(cached)
+        if 1 in placement.victims:
+            assert cached.get(1) == (None if is_overwritten else of_1)
+        assert {slot for slot, dirty in enumerate(index.dirty.tolist()) if dirty} == {
+            cached[row] for row in (1, 3) if row in cached
+        }
 
 
 @pytest.mark.parametrize("n", [1, 777, 20_000, 99_999])
@@ -282,6 +342,75 @@ def test_a_loop_that_pauses_does_not_keep_the_rows_of_others(tmp_path: Path) -> 
     assert cached_rows(emb) == {2, 3, *range(10, 20)}
 
 
+@pytest.mark.parametrize("kind", ["numpy", "kernels"])
+def test_rows_that_occur_again_are_reserved_once(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Repeated ids of a batch, and rows of several batches."""
+    if kind == "kernels" and not torch.cuda.is_available():
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+    device = "cuda" if kind == "kernels" and torch.cuda.is_available() else "cpu"
+    emb = made(100, 12, storage="disk", path=tmp_path / "table", device=device)
+    cache = cache_of(emb)
+    assert cache.reserve(torch.tensor([1, 2, 3] * 5, device=device)) is not None
+    assert cache.reserve(torch.tensor([1, 2, 3, *range(4, 9)], device=device)) is not None
+    assert cache.reserve(torch.tensor([1, 2, 3, 50, 51, 52, 53, 54], device=device)) is None
+    last = cache.reserve(torch.tensor([1, 2, 3, *range(50, 54)] * 2, device=device))
+    assert last is not None
+    assert last.n_rows == 7
+    assert cached_rows(emb) == {*range(1, 9), *range(50, 54)}
+    emb.table.close(discard=True)
+
+
+def test_failed_admissions_keep_no_slots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    emb = made(100, 6, storage="disk", path=tmp_path / "table")
+    cache = cache_of(emb)
+    reservation = cache.reserve(torch.arange(3))
+    with monkeypatch.context() as patch:
+        patch.setattr(host_copy, "decide", mock.Mock(side_effect=MemoryError))
+        for _ in range(3):
+            with pytest.raises(MemoryError):
+                admit(emb, [10])
+    cache.release(reservation, None)
+    assert cache.reserve(torch.arange(20, 26)) is not None
+    assert cached_rows(emb) == {*range(20, 26)}
+
+
+def test_a_cache_that_is_replaced_is_freed(tmp_path: Path) -> None:
+    """The storage counts the changed rows of its cache, and outlives it."""
+    emb = made(100, 6, storage="disk", path=tmp_path / "table")
+    admit(emb, [1])
+    emb.write_rows([1], torch.ones(1, DIM))
+    index = weakref.ref(cache_of(emb).index)
+    emb.table.set_cache(0)
+    gc.collect()
+    assert index() is None
+    assert emb.table._store.unsaved_rows == 1
+    emb.table.close(discard=True)
+
+
+def test_no_row_is_admitted_while_all_are_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    emb = made(30, 10, storage="disk", path=tmp_path / "table")
+    cache, read = cache_of(emb), DiskStorage.read
+    with ThreadPoolExecutor(1) as pool:
+
+        def read_slowly(*args: Any) -> Tensor:
+            found.append(pool.submit(cache.reserve, torch.arange(8)))
+            with suppress(TimeoutError):
+                found[-1].result(timeout=0.2)
+            return read(*args)
+
+        found: list[Any] = []
+        monkeypatch.setattr(DiskStorage, "read", read_slowly)
+        emb.table._store.draw_again(7)
+        assert found[0].result() is not None
+    monkeypatch.undo()
+    kept = emb.read_rows(range(8))
+    emb.table.set_cache(0)
+    assert torch.equal(emb.read_rows(range(8)), kept)
+    emb.table.close(discard=True)
+
+
 def test_an_interrupted_release_does_not_keep_rows_for_good(tmp_path: Path) -> None:
     emb = made(100, 12, storage="disk", path=tmp_path / "table")
     cache = cache_of(emb)
@@ -311,7 +440,7 @@ def test_reservations_of_another_thread(tmp_path: Path) -> None:
             reservation = cache.reserve(torch.randperm(200, generator=draw)[:12].sort().values)
             if reservation is not None:
                 with cache.lock:
-                    assert set(reservation.rows.tolist()) <= cached_rows(emb)
+                    assert set(reservation.unique.rows.tolist()) <= cached_rows(emb)
                 cache.release(reservation, None)
 
     with ThreadPoolExecutor(1) as pool:

@@ -239,11 +239,13 @@ def test_a_loader_that_reuses_memory_while_rows_are_read(kernel_device: str, tmp
     emb = flatbed.Embedding(40, 3, cache_rows=20, device=kernel_device, **options)
     prefetch, ids = RowPrefetch(emb.table, 1), torch.tensor([4, 3, 4])
     request = prefetch.check([ids], at_once=False)
+    moved = {id(ids): ids.clone().to(kernel_device)}
     ids.fill_(7)
-    prefetch.read(request)
+    prefetch.read(request, moved)
     reserved = request.lookups[0].reserved
     assert reserved is not None
-    assert reserved[1].rows.tolist() == [3, 4]
+    assert reserved[1].unique.rows.tolist() == [3, 4, -1]
+    assert reserved[1].n_rows == 2
     prefetch.finish(request)
     emb.table.close(discard=True)
 

@@ -8,7 +8,8 @@ Streams of one device
 | "batches" | copies of batches, and of rows of a `RowReader` | loader thread; that of the reader |
 | "rows" | admissions ahead of time: decisions; copies of batches that this thread loads | training thread |
 | "records" | admissions ahead of time: moves of records | training thread |
-| "files" | records read from disk | loader thread |
+| "files" | decisions on rows of disk tables, and copies of their records | second loader thread |
+| "counts" | counts of changed rows in the cache of a disk table | any thread |
 | "scan" | blocks of a table for `topk`, which begins with an idle GPU | training thread |
 | "captures" | warm-up and capture of `flatbed.capture` | training thread |
 | "decisions" | none: a `cuda.graph.Graph` is captured there | training thread |
@@ -17,7 +18,7 @@ Events between them, and the reason for each
 
 | event | waits for it | reason |
 |---|---|---|
-| `MovedBatch.arrived`, after the copies of a batch | "rows" | admissions read the ids of the batch |
+| `MovedBatch.arrived`, after the copies of a batch | "rows", "files" | admissions read its ids |
 | "rows", after the decisions on a batch, of all tables | "records" | they name the records to move |
 | `PendingBatch.ready`, after copies, decisions and moves | training | the step reads batch and slots |
 | `earlier_steps`: training, at each `next` of a loop | "rows" | an admission may evict rows of those steps |
@@ -25,8 +26,8 @@ Events between them, and the reason for each
 | | loader thread, on the host | its batches are copied after earlier steps: few are on the device |
 | "records", at work on rows that `GpuCache.protects` does not cover | training | admissions may move them |
 | training, at such work | "rows" | the next admission may evict these rows |
-| `Reservation.ready`, after records were read | "rows" | the lookup reads them |
-| `HostIndexCache._last`, after an access | "files", training | the next access sees its records |
+| `Reservation.ready`, after records were copied to the device | "rows" | the lookup reads them |
+| `HostCopyCache._last`, after an access | "files", training | the next access sees its records |
 | training, at `RowPrefetch.finish` | "files" | the released rows may be evicted |
 | the loader's stream, before copies | "batches" | the loader made tensors of the batch on a GPU |
 | `arrived`, for loaders that reuse memory | the loader's stream | the loader writes to these tensors again |
@@ -39,13 +40,14 @@ a query of the GPU, 50 to 70 µs per step on a slow host. So batches that the tr
 
 - Their memory is allocated in the training stream, as if the loop had made them. The copies in "rows" are
   ordered after the allocation (`earlier_steps`), and the step after the copies (`ready`).
-- Memory of admissions is allocated in "rows". A `next` drops that of the last step, and lets "rows" wait for
-  that step, before "rows" allocates again. The step had waited for the moves in "records".
+- Memory of a `GpuCache`'s admissions is allocated in "rows". A `next` drops that of the last step, and lets
+  "rows" wait for that step, before "rows" allocates again. The step had waited for the moves in "records".
 
 Other memory needs it: batches that a loader thread allocates in "batches", for training; their ids, or those
-of a list of GPU tensors, for "rows"; batches of a loop that uses several streams; what a loop that is left
-has in flight; blocks of `topk`, rows of a `RowReader`, and coefficients of an optimizer that is used in
-another stream. Staging memory is pinned by torch's allocator, which keeps a block until its copy is done.
+of a list of GPU tensors, for "rows" and "files"; decisions of "files", for training; batches of a loop that
+uses several streams; what a loop that is left has in flight; blocks of `topk`, rows of a `RowReader`, and
+coefficients of an optimizer that is used in another stream. Staging memory is pinned by torch's allocator,
+which keeps a block until its copy is done.
 
 CUDA graphs of the user are captured in the user's stream. From the first captured lookup on, a table's rows
 are not prefetched to the GPU: see `tables.cache.gpu`. Graphs of the decisions on an admission
@@ -57,8 +59,7 @@ Locks, in the order in which a thread may take them (`LOCK_ORDER`)
 | lock | guards |
 |---|---|
 | "layout" | `RowStore`: allocation, growth, and replacement of storage and cache |
-| "cache" | `HostIndexCache`: index and records |
-| "write-behind" | `WriteBehind`: count of changed rows that are not in the journal |
+| "cache" | `HostCopyCache`: index and records |
 | "file" | `DiskStorage`: file and journal |
 | "gradients" | `GradAccumulator`: recorded gradients; backward passes run in several threads |
 | "streams" | the named streams below |
@@ -80,12 +81,11 @@ import torch
 
 from flatbed.cuda import driver
 
-HIGH_PRIORITY = ("records", "scan", "decisions")  # kernels of few programs that other work waits for
+HIGH_PRIORITY = ("records", "files", "scan", "decisions")  # kernels of few programs that other work waits for
 
 LOCK_ORDER = (
     "layout",
     "cache",
-    "write-behind",
     "file",
     "gradients",
     "streams",

@@ -205,9 +205,11 @@ class Pipeline:
         return True
 
     def _read(self, pending: PendingBatch) -> PendingBatch:
+        moved = pending.moved
+        assert moved is not None
         try:
             for prefetch, request in pending.requests:
-                prefetch.read(request)
+                prefetch.read(request, moved.tensors, moved.arrived)
         except BaseException:
             pending.finish()
             raise

@@ -1,7 +1,7 @@
 """Index of a row cache, and its decisions: which rows are in which slots, and which slots to free.
 
-The numpy functions here serve caches whose index is on the host. `_triton.cache` has the kernels for an
-index on a GPU.
+`_triton.cache` has the kernels for an index on a GPU. `keep`, `decide` and `assign` here, in numpy, are for
+an index on the host. `take_back` is for both.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+
+from flatbed.kernels import NONE
 
 POLICIES = ("lru", "lfu")
 HALF_LIFE = 4  # for "lfu": a use counts half after as many misses as would fill the cache so many times
@@ -36,7 +37,7 @@ class CacheIndex:
         self.direct = n_slots >= n_rows
         self.ageing = 1.0 / (HALF_LIFE * n_slots)
         """How far a miss moves the time in which uses age; one half-life is 1."""
-        self.hand = 0
+        self.next_slot = 0
         """The next slot to compare, for an index on the host."""
         self.slot_of_row = torch.full((n_rows,), -1, dtype=torch.int32, device=device)
         self.row_of_slot = torch.full((n_slots,), -1, dtype=torch.int64, device=device)
@@ -46,8 +47,8 @@ class CacheIndex:
         self.clock = torch.zeros(1, dtype=torch.int64, device=device)
         self.counts = torch.zeros(len(COUNTS), dtype=torch.int64, device=device)
         self.moving = False
-        """True while the host issues decisions or moves. If it stays True, the maps may name slots whose
-        records are not there, and will not be moved."""
+        """For `GpuCache`: True while the host issues decisions or moves. If it stays True, the maps may name
+        slots whose records are not there, and will not be moved."""
 
     def clear(self) -> None:
         """Empty all slots without writing anything back."""
@@ -59,89 +60,83 @@ class CacheIndex:
 
 
 @dataclass(frozen=True, slots=True)
-class ProbeResult:
-    """Which rows of a batch are in the cache."""
-
-    slots: NDArray[np.int64]
-    """For every row its slot; -1 for missing rows."""
-    hits: NDArray[np.int64]
-    """Slots of the cached rows."""
-    missing: NDArray[np.int64]
-    """Missing rows, in order."""
-    tick: int
-
-
-@dataclass(frozen=True, slots=True)
 class Placement:
-    """Missing rows and the slots that they get."""
+    """Missing rows of a batch that get slots, on the host."""
 
     rows: NDArray[np.int64]
     slots: NDArray[np.int64]
     victims: NDArray[np.int64]
-    """Changed rows in these slots, which must be written back; -1 for none."""
-    old: NDArray[np.int64]
-    """All rows in these slots; -1 for none."""
+    """Changed rows that were in these slots, and must be written back; -1 for none."""
+    n_rows: int
+    """Rows of the batch that are in the cache now."""
+    is_whole: bool
+    """True if every missing row got a slot."""
 
 
 # Numpy instead of torch, which would start threads on all cores for each of these small steps.
 
 
-def probe(index: CacheIndex, rows: Tensor) -> ProbeResult:
-    """Stamp cached rows, count their use, and find the missing ones. Rows are unique and in range."""
-    counts, wanted = index.counts.numpy(), rows.numpy()
+def keep(index: CacheIndex, rows: NDArray[np.int64], tick: int) -> None:
+    """Stamp the slots of cached rows with the tick of the next `decide`, which then takes none of them."""
+    slots = index.slot_of_row.numpy()[rows]
+    index.stamp.numpy()[slots[slots >= 0]] = tick
+
+
+def decide(index: CacheIndex, rows: NDArray[np.int64]) -> Placement:
+    """Stamp cached rows, count their use, and choose slots for the missing ones, for as many as there are.
+
+    Rows are unique, and in range. Slots of this batch are kept. Only stamps and counts change here. `assign`
+    changes the maps.
+    """
+    counts = index.counts.numpy()
     index.clock += 1
     tick = int(index.clock)
-    slots = index.slot_of_row.numpy()[wanted].astype(np.int64)  # numpy would convert int32 at every use
-    cached = slots >= 0
-    hits, missing = slots[cached], wanted[~cached]
+    found = index.slot_of_row.numpy()[rows].astype(np.int64)  # numpy would convert int32 at every use
+    is_cached = found >= 0
+    hits, missing = found[is_cached], rows[~is_cached]
     index.stamp.numpy()[hits] = tick
-    now = float(counts[1] * index.ageing)
-    counts[:2] += (len(hits), len(missing))
+    now = np.float32(counts[1] * index.ageing)
     if index.policy == "lfu":
         frequency = index.frequency.numpy()
-        frequency[hits] = _add_use(frequency[hits], np.float32(now))
-    return ProbeResult(slots, hits, missing, tick)
-
-
-def select_victims(
-    index: CacheIndex, probed: ProbeResult, reserved_at: NDArray[np.int64] | None = None, oldest: int = 0
-) -> Placement:
-    """Choose slots for missing rows, in order: for fewer rows if there are not enough slots.
-
-    Slots of this batch, and slots that were reserved at the tick `oldest` or later, are kept. Only stamps and
-    counts change here: moving the records may still fail.
-    """
-    missing, n = probed.missing, len(probed.missing)
-    slots = missing if index.direct else _select_slots(index, n, probed.tick, reserved_at, oldest)
-    rows = missing[: len(slots)]
+        frequency[hits] = _add_use(frequency[hits], now)
+    slots = missing if index.direct else _select_slots(index, len(missing), tick)
     old = index.row_of_slot.numpy()[slots]
-    old = np.where(index.slot_of_row.numpy()[old] == slots, old, -1)  # an interruption may have left others
     victims = np.where(index.dirty.numpy()[slots] != 0, old, -1)
     n_evicted, n_written = int((old >= 0).sum()), int((victims >= 0).sum())
-    index.counts.numpy()[2:] += (n_evicted, n_written, len(missing) - len(rows))
-    return Placement(rows, slots, victims, old)
+    counts += (len(hits), len(missing), n_evicted, n_written, len(missing) - len(slots))
+    is_whole, n_rows = len(slots) == len(missing), len(hits) + len(slots)
+    return Placement(missing[: len(slots)], slots, victims, n_rows, is_whole)
 
 
-def evict(index: CacheIndex, placement: Placement) -> None:
-    """Empty the slots of a placement, whose changed records are safe elsewhere.
-
-    The order of the lines matters here and in `insert`: after an interruption between any two of them, a
-    slot is clean, or it belongs to its row.
-    """
-    old = placement.old
-    index.dirty.numpy()[placement.slots] = 0
-    index.slot_of_row.numpy()[old[old >= 0]] = -1
-    index.row_of_slot.numpy()[placement.slots] = -1
-
-
-def insert(index: CacheIndex, placement: Placement) -> None:
-    """Assign slots, which `evict` has emptied, to rows whose records are in them."""
+def assign(index: CacheIndex, placement: Placement) -> None:
+    """Give slots to the rows of a placement that `decide` returned."""
     slots, rows = placement.slots, placement.rows
-    index.stamp.numpy()[slots] = int(index.clock)
+    slot_of_row, row_of_slot = index.slot_of_row.numpy(), index.row_of_slot.numpy()
+    old = row_of_slot[slots]
+    slot_of_row[old[old >= 0]] = -1
+    index.dirty.numpy()[slots] = 0
     if index.policy == "lfu":
         index.frequency.numpy()[slots] = int(index.counts[1]) * index.ageing
-    index.row_of_slot.numpy()[slots] = rows
-    index.slot_of_row.numpy()[rows] = slots
+    row_of_slot[slots] = rows
+    slot_of_row[rows] = slots
+
+
+def take_back(index: CacheIndex, placement: Placement, *, is_overwritten: bool) -> None:
+    """Empty the slots of a placement. It may have been assigned in part; a second call changes nothing.
+
+    Changed rows get their slots back, unless the records in them were overwritten.
+    """
+    device = index.clock.device
+    slots, victims = (torch.from_numpy(array).to(device) for array in (placement.slots, placement.victims))
+    held = index.row_of_slot[slots]
+    index.slot_of_row.index_fill_(0, held[held >= 0], NONE)
+    index.row_of_slot.index_fill_(0, slots, NONE)
+    index.dirty.index_fill_(0, slots, 0)
+    if not is_overwritten:
+        slots, victims = slots[victims >= 0], victims[victims >= 0]
+        index.row_of_slot.index_copy_(0, slots, victims)
+        index.dirty.index_fill_(0, slots, 1)
+        index.slot_of_row.index_copy_(0, victims, slots.to(torch.int32))
 
 
 def _add_use(frequency: NDArray[np.float32], now: np.float32) -> NDArray[np.float32]:
@@ -156,9 +151,7 @@ def _add_use(frequency: NDArray[np.float32], now: np.float32) -> NDArray[np.floa
     return low
 
 
-def _select_slots(
-    index: CacheIndex, n_rows: int, tick: int, reserved_at: NDArray[np.int64] | None, oldest: int
-) -> NDArray[np.int64]:
+def _select_slots(index: CacheIndex, n_rows: int, tick: int) -> NDArray[np.int64]:
     """Choose slots for n_rows, with the lowest scores among the next `WAYS` times as many slots."""
     stamp = index.stamp.numpy()
     scores = index.frequency.numpy() if index.policy == "lfu" else stamp
@@ -166,16 +159,10 @@ def _select_slots(
     n_left, n_unseen = n_rows, index.n_slots
     while n_left and n_unseen:
         n_seen = min(WAYS * n_left, n_unseen)
-        parts = _circular(index.hand, n_seen, index.n_slots)
-        index.hand = (index.hand + n_seen) % index.n_slots
+        parts = _circular(index.next_slot, n_seen, index.n_slots)
+        index.next_slot = (index.next_slot + n_seen) % index.n_slots
         n_unseen -= n_seen
-        found = []
-        for part in parts:
-            free = stamp[part] < tick
-            if reserved_at is not None:
-                free &= reserved_at[part] < oldest
-            found.append(np.flatnonzero(free) + part.start)
-        seen = np.concatenate(found)
+        seen = np.concatenate([np.flatnonzero(stamp[part] < tick) + part.start for part in parts])
         if n_left < len(seen):
             seen = _lowest(seen, scores[seen], n_left)
         stamp[seen] = tick

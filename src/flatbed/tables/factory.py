@@ -14,14 +14,14 @@ from flatbed.kernels import RecordLocation, use_triton
 from flatbed.kernels.cache import CacheIndex
 from flatbed.tables import initializers
 from flatbed.tables.cache.gpu import GpuCache
-from flatbed.tables.cache.host_index import HostIndexCache
+from flatbed.tables.cache.host_copy import HostCopyCache
 from flatbed.tables.cache.write_behind import WriteBehind, WriteThrough
 from flatbed.tables.config import Config
 from flatbed.tables.record import Record
 from flatbed.tables.storage.base import CPU, Fill, MemoryStorage, Storage, device_storage, host_storage
 from flatbed.tables.storage.disk import DiskStorage, ReadOnlyStorage
 
-Cache: TypeAlias = GpuCache | HostIndexCache
+Cache: TypeAlias = GpuCache | HostCopyCache
 """Records of hot rows on the computing device, which never change a result."""
 
 DEFAULT_BATCHES = 4  # that a cache of the default size holds
@@ -100,20 +100,21 @@ def slots_for(config: Config, record: Record, device: torch.device, n_wanted: in
 
 
 def build_cache(storage: Storage, n_slots: int, *, policy: str, device: torch.device) -> Cache:
-    """Build a cache: with its index on the device if kernels reach the storage, otherwise on the host."""
+    """Build a cache whose records kernels move, if they reach the storage; otherwise the host copies them."""
     try:
         with torch.inference_mode(False):
             if isinstance(storage, MemoryStorage):
                 storage.check()
                 if storage.reach == device and use_triton(device):
                     return GpuCache(storage, n_slots, policy=policy, device=device)
-            index = CacheIndex(storage.n_rows, n_slots, policy=policy, device=CPU)
+            index_device = device if use_triton(device) else CPU
+            index = CacheIndex(storage.n_rows, n_slots, policy=policy, device=index_device)
             writer: WriteBehind | WriteThrough
             if isinstance(storage, DiskStorage):
                 writer = WriteBehind(storage, index)
             else:
-                writer = WriteThrough(storage, index)
-            return HostIndexCache(storage, index, device=device, writer=writer)
+                writer = WriteThrough(storage)
+            return HostCopyCache(storage, index, device=device, writer=writer)
     except torch.OutOfMemoryError as error:
         raise FlatbedError(
             f"a cache of {n_slots} rows of {storage.record.nbytes} bytes, and 4 bytes for each of the "

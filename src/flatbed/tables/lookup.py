@@ -18,7 +18,7 @@ from flatbed.errors import FlatbedError
 from flatbed.kernels import NONE, UniqueRows, check_values_exist, sentinel_of, use_triton
 from flatbed.kernels.rows import key_dtype, mask_row, segment_sum, to_int32_keys, unique
 from flatbed.tables.cache.base import LookupBatch
-from flatbed.tables.cache.host_index import HostIndexCache, Reservation
+from flatbed.tables.cache.host_copy import HostCopyCache, Reservation
 from flatbed.tables.ids import NO_ERROR, as_ids, check_range, new_first_error, to_device
 from flatbed.tables.row_io import LOOKUP, ShardedRowIO
 from flatbed.tables.table import Table
@@ -226,10 +226,10 @@ class LookupRequest:
     n_ids: int
     """How many are looked up in the rows of this rank."""
     rows: Tensor | None
-    """The unique rows on the host, if they are read from disk or exchanged with other ranks."""
+    """The unique rows on the host, if they are exchanged with other ranks, or read into the page cache."""
     exchanged: Exchanged | None = None
     """If the table is sharded, the rows that ranks have asked each other for; on the host."""
-    reserved: tuple[HostIndexCache, Reservation] | None = None
+    reserved: tuple[HostCopyCache, Reservation] | None = None
     """The cache of a disk table, and the reservation of the rows in it."""
     admitted: LookupBatch | None = None
     """The rows of this rank that were admitted. They keep the memory of the admission while it is in use."""
@@ -246,7 +246,7 @@ class PrefetchRequest:
     """The tensors that `RowPrefetch.admit` needs on the computing device."""
     is_in_range: bool = True
     """False if ids were out of range when they were checked."""
-    cache: GpuCache | HostIndexCache | None = None
+    cache: GpuCache | HostCopyCache | None = None
     """The cache that the rows are admitted to."""
 
 
@@ -266,7 +266,9 @@ class RowPrefetch:
         self._admits = torch.is_grad_enabled() and on_gpu
         is_cached = self._admits and store.config.cache_rows != 0
         self.reads_disk = store.config.storage == "disk" and (is_cached or not self._admits)
-        """True if `read` takes long enough for a thread of its own."""
+        """True if `read` has work to do, which it does in a thread of its own."""
+        self._reads_pages = self.reads_disk and not self._admits
+        """True if rows are read into the system's page cache alone."""
         self._training_stream: torch.cuda.Stream | None = None
 
     # ---- where batches are loaded: in the training thread, or in loader threads
@@ -274,7 +276,7 @@ class RowPrefetch:
     def check(self, ids: list[Tensor], *, at_once: bool) -> PrefetchRequest:
         """Raise IndexError for ids out of range: here if `at_once`, otherwise in `begin`."""
         request, n_rows = PrefetchRequest([], ids), self.table.num_embeddings
-        needs_rows = self.reads_disk or self.table._shards is not None
+        needs_rows = self._reads_pages or self.table._shards is not None
         for one in ids:
             sought = as_ids(one.cpu())
             try:
@@ -296,35 +298,45 @@ class RowPrefetch:
             assert lookup.rows is not None
             found = lookup.exchanged = shards.exchange_ahead(shards.route(lookup.rows), channel)
             lookup.n_ids = found.rows.numel()
-            lookup.rows = torch.unique(found.rows) if self.reads_disk else None
+            lookup.rows = torch.unique(found.rows) if self._reads_pages else None
             request.tensors += [found.route.order, found.route.rows, found.rows]
 
-    def read(self, request: PrefetchRequest) -> None:
-        """Read rows from disk into the cache, or into the system's page cache. Batches are read in order."""
+    def read(self, request: PrefetchRequest, moved: Mapping[int, Tensor], arrived: Any = None) -> None:
+        """Read rows from disk into the cache, or into the system's page cache. Batches are read in order.
+
+        `moved` has the request's tensors on the computing device, by the id of each, after the event given.
+        """
         if not (self.reads_disk and request.is_in_range and request.lookups):
             return
         if self._admits:
-            self._reserve(request)
+            self._reserve(request, moved, arrived)
         else:
             rows = torch.cat([lookup.rows for lookup in request.lookups if lookup.rows is not None])
             for some in torch.split(rows, READ_ROWS):
                 with suppress(FlatbedError):  # another thread may replace the file
                     self.store.ensure_layout().gather(some)
 
-    def _reserve(self, request: PrefetchRequest) -> None:
+    def _reserve(self, request: PrefetchRequest, moved: Mapping[int, Tensor], arrived: Any) -> None:
         """Reserve the rows of all lookups in the cache, which reads them."""
         # The present cache, if any: replacing it here would take it from the training thread.
         n_ids = sum(lookup.n_ids for lookup in request.lookups)
         found = self.store.cache or self.store.ensure_cache(n_ids, n_batches=self.depth + 1)
         if found is None:
             return
-        cache = cast(HostIndexCache, found)  # the kind that tables on disk have
+        cache = cast(HostCopyCache, found)  # the kind that tables on disk have
         on_gpu = self.store.device.type == "cuda"
-        with torch.cuda.stream(stream_for(self.store.device, "files") if on_gpu else None):
+        stream = stream_for(self.store.device, "files") if on_gpu else None
+        if stream is not None and arrived is not None:
+            stream.wait_event(arrived)
+        with torch.cuda.stream(stream):
             for lookup in request.lookups:
-                assert lookup.rows is not None
+                ids = self._sought(lookup, moved)
+                if ids.device != self.store.device:  # the table may have moved in the loop
+                    continue
+                if stream is not None:
+                    ids.record_stream(stream)  # type: ignore[arg-type,unused-ignore]
                 try:
-                    reservation = cache.reserve(lookup.rows)
+                    reservation = cache.reserve(ids.flatten())
                 except FlatbedError:
                     self.finish(request)
                     if not cache.retired:  # otherwise the file was replaced
@@ -332,10 +344,16 @@ class RowPrefetch:
                     return
                 lookup.reserved = None if reservation is None else (cache, reservation)
 
+    def _sought(self, lookup: LookupRequest, moved: Mapping[int, Tensor]) -> Tensor:
+        """Return the ids that are looked up in the rows of this rank."""
+        return moved[id(lookup.source if lookup.exchanged is None else lookup.exchanged.rows)]
+
     # ---- in the training thread
 
     def admit(self, request: PrefetchRequest, moved: Mapping[int, Tensor]) -> None:
-        """Admit rows to the cache in the current stream. Lookups whose rows cannot be kept get no batch.
+        """Admit rows to the cache in the current stream, or take those that `read` has reserved.
+
+        Lookups whose rows cannot be kept get no batch.
 
         `moved` has the request's tensors on the computing device, by the id of each. The current stream is
         ordered after their copies, and after the training work on batches before the one handed out next.
@@ -351,7 +369,7 @@ class RowPrefetch:
         for lookup in lookups:
             ids = moved[id(lookup.source)]
             if cache is not None and ids.device == self.store.device:  # the table may have moved in the loop
-                rows = ids if lookup.exchanged is None else moved[id(lookup.exchanged.rows)]
+                rows = self._sought(lookup, moved)
                 reserved_in, reservation = lookup.reserved or (None, None)
                 if reserved_in is not cache:  # the table has had another cache since
                     reservation = None
@@ -396,6 +414,9 @@ class RowPrefetch:
         if not request.is_in_range:
             self.check(request.tensors, at_once=True)
         self._training_stream = stream
+        for lookup in request.lookups:
+            if stream is not None and lookup.reserved is not None and lookup.admitted is not None:
+                lookup.admitted.record_stream(stream)  # memory of the stream "files"
         self.table._prefetched += [lookup.batch for lookup in request.lookups if lookup.batch is not None]
 
     # ---- in any thread

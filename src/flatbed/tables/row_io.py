@@ -22,7 +22,7 @@ from flatbed.errors import FlatbedError
 from flatbed.kernels import rows as ops
 from flatbed.kernels.rows import segment_sum, to_int32_keys, unique
 from flatbed.tables.cache.base import LookupBatch
-from flatbed.tables.cache.host_index import HostIndexCache
+from flatbed.tables.cache.host_copy import HostCopyCache
 from flatbed.tables.config import Config, part_of
 from flatbed.tables.grads import RowGrads, merge_grads
 from flatbed.tables.record import WEIGHT
@@ -44,10 +44,10 @@ class RowIO:
     def __init__(self, store: RowStore) -> None:
         self.store = store
 
-    def _host_access(self) -> Storage | HostIndexCache:
+    def _host_access(self) -> Storage | HostCopyCache:
         """Return what reads and writes records that kernels do not reach."""
         cache = self.store.cache
-        return self.store.ensure_layout() if cache is None else cast(HostIndexCache, cache)
+        return self.store.ensure_layout() if cache is None else cast(HostCopyCache, cache)
 
     # ---- reading
 

@@ -6,7 +6,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -18,6 +18,7 @@ from flatbed.cuda.streams import OrderedLock, is_capturing, synchronize
 from flatbed.errors import FlatbedError
 from flatbed.kernels import RecordLocation
 from flatbed.tables.cache.base import LookupBatch
+from flatbed.tables.cache.host_copy import HostCopyCache
 from flatbed.tables.config import Config, check_device
 from flatbed.tables.factory import (
     DEFAULT_BATCHES,
@@ -259,12 +260,13 @@ class RowStore:
         """Change all rows, block by block: a second copy might not fit into memory."""
         with self._lock:
             storage = self._allocate_or_move()
-        self.flush(drop=True)
-        self.writes += 1
-        for first, last in row_blocks(0, self.config.n_rows, self.record.nbytes):
-            records = storage.read(first, last).cpu()
-            fill(first, last, records)
-            storage.write_(first, records)
+            with self._cache_lock():  # no other thread may read a row before it is replaced
+                self.flush(drop=True)
+                self.writes += 1
+                for first, last in row_blocks(0, self.config.n_rows, self.record.nbytes):
+                    records = storage.read(first, last).cpu()
+                    fill(first, last, records)
+                    storage.write_(first, records)
 
     def resize(self, n_rows: int) -> None:
         """Add rows; they begin as they would have from the start."""
@@ -346,7 +348,13 @@ class RowStore:
     @property
     def unsaved_rows(self) -> int:
         """Rows of a file that changed since its last checkpoint."""
-        return 0 if self._file is None else self._file.unsaved_rows
+        file = self._file
+        if file is None:
+            return 0
+        with self._cache_lock():  # not while rows are evicted
+            if self.device.type == "cuda":
+                synchronize(self.device)
+            return file.unsaved_rows
 
     def has_unsaved_changes(self) -> bool:
         """Return True if rows of a file changed since its last checkpoint, lost their state, or made steps.
@@ -480,6 +488,14 @@ class RowStore:
                     synchronize(device)
             self._cache_serves = sys.maxsize if config.is_cache_sized else n_needed
             return self.cache
+
+    def _cache_lock(self) -> AbstractContextManager[Any]:
+        """Return the lock of a disk table's cache; other tables need none, since one thread uses theirs."""
+        cache = self.cache
+        if cache is None or self.in_memory:
+            return nullcontext()
+        lock: AbstractContextManager[Any] = cast(HostCopyCache, cache).lock
+        return lock
 
     def forget_cache(self, *, closing: bool = False) -> None:
         """Write all rows back; the next batch makes a new cache. After an error, this one stays."""

@@ -1,4 +1,4 @@
-"""Kernels of the GPU cache and their launches: probe, select victims, move records both ways in one pass."""
+"""Kernels of row caches and their launches: probe, select victims, move records both ways in one pass."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import cast
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
+from numpy.typing import NDArray
 from torch import Tensor
 
 from flatbed.cuda.driver import DriverError
@@ -28,7 +30,7 @@ from flatbed.kernels._triton.rows import (
     result_sizes,
     unique,
 )
-from flatbed.kernels.cache import ROUNDS, CacheIndex
+from flatbed.kernels.cache import ROUNDS, CacheIndex, Placement
 
 PROBE, SELECT = 512, 128  # rows per program
 FLUSH = 1 << 20  # slots whose changed records are listed at a time
@@ -48,7 +50,7 @@ def probe_kernel(
     rows_ptr, missing_ptr, n_missing_ptr, slot_of_row_ptr, stamp_ptr, frequency_ptr, clock_ptr, counts_ptr,
     n, n_rows, ageing, FREQUENCY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Stamp the slots of cached rows and list the missing rows."""
+    """Stamp the slots of cached rows and list the missing rows. Counts missing and cached rows."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(rows_ptr + i, mask=i < n, other=-1)
     known = (row >= 0) & (row < n_rows)
@@ -65,11 +67,21 @@ def probe_kernel(
     n_hits = tl.sum(hit.to(tl.int32), 0)
     if n_hits > 0:
         tl.atomic_add(counts_ptr, n_hits.to(tl.int64))
+        tl.atomic_add(n_missing_ptr + 1, n_hits)
     if n_here > 0:
         first = tl.atomic_add(n_missing_ptr, n_here)
         tl.atomic_add(counts_ptr + 1, n_here.to(tl.int64))
         at = first + tl.cumsum(miss.to(tl.int32), 0) - 1
         tl.store(missing_ptr + at, row, mask=miss)
+
+
+@triton.jit(do_not_specialize=["tick", "n"])
+def keep_kernel(rows_ptr, slot_of_row_ptr, stamp_ptr, tick, n, BLOCK: tl.constexpr):
+    """Stamp the slots of cached rows."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.load(rows_ptr + i, mask=i < n, other=-1)
+    slot = tl.load(slot_of_row_ptr + row, mask=row >= 0, other=-1)
+    tl.store(stamp_ptr + slot, tl.zeros([BLOCK], tl.int64) + tick, mask=slot >= 0)
 
 
 @triton.jit
@@ -140,17 +152,24 @@ def select_victims_kernel(
             open_ = open_ & (won == 0)
             left = tl.sum(open_.to(tl.int32), 0)
             turn += 1
-        at = tl.zeros([], tl.int64)
-        while (left > 0) & (at < n_slots):  # nearly all slots are kept: try every one
-            best = (row + at) % n_slots
-            stamp = tl.load(stamp_ptr + best, mask=open_, other=0)
-            wanted = open_ & (stamp < floor)
-            before = tl.atomic_max(stamp_ptr + best, tl.zeros([BLOCK], tl.int64) + tick, mask=wanted)
-            won = wanted & (before < floor)
-            slot = tl.where(won, best, slot)
-            open_ = open_ & (won == 0)
-            left = tl.sum(open_.to(tl.int32), 0)
-            at += 1
+        # Nearly all slots are kept: look at every one, a block at a time, until none is free.
+        turn = 0
+        n_free = 1
+        while (left > 0) & (n_free > 0) & (turn < BLOCK):
+            n_free = 0
+            at = tl.zeros([], tl.int64) + first
+            while (left > 0) & (at < first + n_slots):
+                best = (at + (i + turn) % BLOCK) % n_slots  # each row looks at another slot in each turn
+                free = tl.load(stamp_ptr + best) < floor
+                n_free += tl.sum(free.to(tl.int32), 0)
+                wanted = open_ & free
+                before = tl.atomic_max(stamp_ptr + best, tl.zeros([BLOCK], tl.int64) + tick, mask=wanted)
+                won = wanted & (before < floor)
+                slot = tl.where(won, best, slot)
+                open_ = open_ & (won == 0)
+                left = tl.sum(open_.to(tl.int32), 0)
+                at += BLOCK
+            turn += 1
         taken = (i < n) & (slot >= 0)
         old = tl.load(row_of_slot_ptr + slot, mask=taken, other=-1)
         dirty = tl.load(dirty_ptr + slot, mask=taken, other=0)
@@ -254,20 +273,37 @@ def move(decided: Decisions, location: RecordLocation, stream: torch.cuda.Stream
 # ---- decisions
 
 
+_KEEP = Kernel(keep_kernel, PROBE)
+
+
+def keep(index: CacheIndex, rows: Tensor, tick: int) -> None:
+    """Stamp the slots of cached rows with the tick of the next `decide`, which then takes none of them."""
+    n = rows.numel()
+    if n:
+        _KEEP(-(-n // PROBE), rows.device, rows, index.slot_of_row, index.stamp, tick, n)
+
+
 @dataclass(frozen=True, slots=True)
 class Decisions:
     """The unique rows of keys, the missing ones among them, and the slots that these get."""
 
     memory: Tensor
-    """That of all other tensors."""
+    """One allocation; the other tensors are views of it."""
     found: UniqueRows
     missing: Tensor
     slots: Tensor
     victims: Tensor
     """Changed rows that are in the slots, and are written back; -1 for none."""
     n_missing: Tensor
+    """The number of missing rows, and that of cached ones."""
     keys: Tensor | None = None
     """The keys; None if the caller has them."""
+
+    @property
+    def placed(self) -> Tensor:
+        """Missing rows, slots, victims and numbers, for `placement_of`: one piece of the memory."""
+        first = self.missing.storage_offset() - self.memory.storage_offset()
+        return self.memory[first : first + 3 * len(self.missing) + 2]
 
     @classmethod
     def allocate(cls, n: int, device: torch.device, key_dtype: torch.dtype | None = None) -> Decisions:
@@ -286,6 +322,17 @@ class Decisions:
         )
 
 
+def placement_of(placed: NDArray[np.int64]) -> Placement:
+    """Return the placement of decisions whose `placed`, filled with -1 before, was copied to the host."""
+    n_missing, n_hits = (max(0, n) for n in placed[-2:].view(np.int32)[:2].tolist())
+    missing, slots, victims = (part[:n_missing] for part in placed[:-2].reshape(3, -1))
+    taken = slots >= 0
+    n_taken = int(taken.sum())
+    if n_taken < n_missing:
+        missing, slots, victims = missing[taken], slots[taken], victims[taken]
+    return Placement(missing, slots, victims, n_hits + n_taken, n_taken == n_missing)
+
+
 def _key_words(n: int, dtype: torch.dtype | None) -> int:
     """Return how many int64 the keys take."""
     return 0 if dtype is None else even(-(-n * dtype.itemsize // 8))
@@ -302,7 +349,8 @@ def decide(
 ) -> Decisions:
     """Find the unique rows of keys, and give a slot to each missing one. Writes the index, moves no record.
 
-    `index.moving` is True after that. The caller issues the moves, or stores the decisions, and resets it.
+    `index.moving` is True after that, unless there are no keys. The caller issues the moves, or stores the
+    decisions, and resets it.
     """
     n, device, n_rows = keys.numel(), keys.device, index.slot_of_row.numel()
     out = out or Decisions.allocate(n, device)

@@ -7,6 +7,7 @@ once per kind of arguments and keeps the compiled kernel.
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,7 @@ TYPES = {
 }
 
 Launch = Callable[..., None]
+_triton_lock = threading.RLock()  # Triton compiles, and interprets, in one thread at a time
 INT32 = 1 << 31
 
 
@@ -68,7 +70,8 @@ class Kernel:
         if device.type != "cuda":  # the interpreter
             for i in self._tensors:
                 assert args[i].is_contiguous(), f"a kernel was given a tensor with stride {args[i].stride()}"
-            self.function[(n_programs,)](*args, *self.constants)
+            with _triton_lock:
+                self.function[(n_programs,)](*args, *self.constants)
             return
         if torch._C._cuda_getDevice() != device.index:
             with torch.cuda.device(device):
@@ -94,7 +97,12 @@ class Kernel:
         if n_programs == 0:
             return lambda *varying: None
         if device.type != "cuda":  # the interpreter
-            return lambda *varying: function[(n_programs,)](*fixed, *varying, *constants)
+
+            def interpret(*varying: Any) -> None:
+                with _triton_lock:
+                    function[(n_programs,)](*fixed, *varying, *constants)
+
+            return interpret
         index = device.index
         kinds = tuple(arg.dtype if isinstance(arg, Tensor) else type(arg) for arg in (*fixed, *varying))
         with torch.cuda.device(device):
@@ -118,7 +126,8 @@ class Kernel:
 
         It takes half of the 30 µs that `compiled[grid](...)` takes on a slow host.
         """
-        compiled = self.function.warmup(*args, *self.constants, num_warps=self.num_warps, grid=(1,))
+        with _triton_lock:
+            compiled = self.function.warmup(*args, *self.constants, num_warps=self.num_warps, grid=(1,))
         run = compiled.run  # first: Triton loads the module then
         self._compiled[key] = run, compiled.function, compiled.packed_metadata
         return self._compiled[key]

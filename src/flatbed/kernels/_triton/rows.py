@@ -80,6 +80,7 @@ def heads_kernel(
         if tl.program_id(0) == 0:
             tl.store(clock_ptr, tl.load(clock_ptr) + 1)
             tl.store(n_missing_ptr, 0)
+            tl.store(n_missing_ptr + 1, 0)
 
 
 @triton.jit(do_not_specialize=["n", "n_rows", "sentinel", "n_blocks"])
@@ -131,8 +132,8 @@ def unique(
 ) -> UniqueRows:
     """Find the unique rows.
 
-    `ticks`, for the first kernel of `decide`: the cache's clock, which it advances, and the number of missing
-    rows, which it sets to 0. `out`: memory for the results.
+    `ticks`, for the first kernel of `decide`: the cache's clock, which it advances, and the numbers of
+    missing and cached rows, which it sets to 0. `out`: memory for the results.
     """
     n, device = keys.numel(), keys.device
     n_blocks = -(-(n + 1) // BLOCK)

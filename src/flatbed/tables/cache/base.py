@@ -14,7 +14,7 @@ from flatbed.kernels.cache import COUNTS
 
 if TYPE_CHECKING:
     from flatbed.tables.cache.gpu import GpuCache
-    from flatbed.tables.cache.host_index import HostIndexCache
+    from flatbed.tables.cache.host_copy import HostCopyCache
 
 
 @dataclass(eq=False, slots=True)
@@ -26,10 +26,10 @@ class LookupBatch:
     keys: Tensor
     """The ids, flat, in the dtype that kernels take."""
     unique: UniqueRows
-    cache: GpuCache | HostIndexCache | None = None
+    cache: GpuCache | HostCopyCache | None = None
     """The cache that the rows were admitted to; if the table is sharded, the rows of `exchanged`."""
     admission: Any = None
-    """Admission of the batch to `cache`: a number for `GpuCache`, a `Reservation` for `HostIndexCache`."""
+    """Admission of the batch to `cache`: a number for `GpuCache`, a `Reservation` for `HostCopyCache`."""
     ids: Tensor | None = None
     """The ids that a prefetched batch was made of, and their version."""
     version: int = -1

@@ -1,20 +1,20 @@
-"""Writers of evicted records: to a table's file in another thread, or to memory at once."""
+"""Readers of missing records and writers of evicted ones: a file and its journal, in threads; or memory."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flatbed.cuda.streams import OrderedLock, relaxed_capture
+from flatbed.cuda.streams import relaxed_capture, stream_for, synchronize
 from flatbed.kernels.cache import CacheIndex
+from flatbed.tables.files import NoSpace
 from flatbed.tables.storage.base import Storage
 from flatbed.tables.storage.disk import DiskStorage
 
@@ -25,16 +25,16 @@ Read = Callable[[], tuple[Tensor, NDArray[np.int64]]]
 
 
 @dataclass(slots=True)
-class HostCopies:
-    """Records on the host, complete after an event."""
+class PendingCopy:
+    """A tensor that is copied to the host, complete after an event."""
 
-    records: Tensor
+    tensor: Tensor
     complete: torch.cuda.Event | None = None
     device: torch.device | None = None
-    """Where they are copied from."""
+    """Where it is copied from."""
 
     def wait(self) -> None:
-        """Wait until the records are complete. Allowed in any thread, also while another captures a graph."""
+        """Wait until the tensor is complete. Allowed in any thread, also while another captures a graph."""
         if self.complete is not None:
             with relaxed_capture(), torch.cuda.device(self.device):
                 self.complete.synchronize()
@@ -45,35 +45,35 @@ class PendingWrite:
     """Changed records between the cache and the journal."""
 
     rows: Tensor
-    copies: HostCopies
-    n_unjournaled: int
+    copies: PendingCopy
     done: Future[None]
 
 
 class WriteThrough:
     """Writes evicted records to a storage in memory, in the calling thread."""
 
-    def __init__(self, storage: Storage, index: CacheIndex) -> None:
-        self.storage, self._index = storage, index
+    def __init__(self, storage: Storage) -> None:
+        self.storage = storage
 
     @contextmanager
     def reading(self, rows: Tensor, *, pin: bool) -> Iterator[Read]:
         yield lambda: (self.storage.gather(rows), np.arange(len(rows)))
 
-    def write(self, rows: Tensor, copies: HostCopies) -> None:
+    def write(self, rows: Tensor, copies: PendingCopy) -> None:
         copies.wait()
-        self.storage.scatter_(rows, copies.records)
+        self.storage.scatter_(rows, copies.tensor)
 
-    def mark_changed(self, rows: Tensor, slots: NDArray[np.int64]) -> None:
-        self._index.dirty.numpy()[slots] = 1
+    def claim_room(self, n_rows: int) -> bool:
+        """Return True: memory has room for every row."""
+        return True
 
-    def reserve_space(self, rows: Tensor, lock: AbstractContextManager[Any]) -> None:
-        """Do nothing: memory has room for every row."""
+    def make_room(self, rows: Tensor) -> None:
+        """Do nothing."""
 
     def finish(self) -> None:
         """Do nothing: `write` has waited."""
 
-    abandon = clear = finish
+    abandon = clear = retire = finish
 
 
 class CachedChanges:
@@ -83,12 +83,22 @@ class CachedChanges:
     """
 
     def __init__(self, index: CacheIndex) -> None:
-        self._index = index
+        self.index: CacheIndex | None = index
+        """None once the table has another cache."""
         self.pending: PendingWrite | None = None
 
     def rows(self) -> NDArray[np.int64]:
-        """Return changed rows, of which the journal may have some. Waits for the pending write."""
-        rows: NDArray[np.int64] = self._index.row_of_slot.numpy()[self._index.dirty.numpy() != 0]
+        """Return changed rows, of which the journal may have some. Waits for the pending write.
+
+        On a GPU, without the changes of work that goes on. This waits for no such work: at exit, it may
+        never end. The garbage collector may call this in any thread, also while a CUDA graph is captured.
+        """
+        index, rows = self.index, np.empty(0, np.int64)
+        if index is not None:
+            device = index.clock.device
+            stream = stream_for(device, "counts") if device.type == "cuda" else None
+            with relaxed_capture(), torch.cuda.stream(stream):
+                rows = index.row_of_slot[index.dirty != 0].cpu().numpy()
         pending = self.pending
         if pending is not None:
             wait([pending.done])
@@ -100,22 +110,21 @@ class CachedChanges:
 class WriteBehind:
     """Writes evicted records to the journal of a table's file, in the file's writer thread.
 
-    One write is in flight at a time. The count of changed rows without room in the journal is kept exact, so
-    that a full disk stops a step before the step changes anything.
-
-    All methods but `mark_changed` and `reserve_space` are called with the cache's lock held.
+    One write is in flight at a time. The journal has room for all changed rows, so that a full disk stops a
+    step before the step changes anything. All public methods but `claim_room` are called with the lock of
+    the cache held.
     """
 
     def __init__(self, storage: DiskStorage, index: CacheIndex) -> None:
-        self.storage, self._index = storage, index
+        self.storage = storage
         self._changes = CachedChanges(index)
-        self._n_unjournaled = 0  # changed rows that the journal has no room for, those pending included
-        self._lock = OrderedLock("write-behind")  # for this count
+        self._n_slots = index.n_slots
+        self._n_changed = 0  # an upper bound: a row that changes in several steps counts in each
         storage.count_also(self._changes.rows)
 
     @contextmanager
     def reading(self, rows: Tensor, *, pin: bool) -> Iterator[Read]:
-        """Yield a function that returns the records of rows; many rows are read during the body."""
+        """Yield a function that returns the records of rows; of many rows, a thread reads them meanwhile."""
         shape = (len(rows), self.storage.record.nbytes)
         memory = torch.empty(shape, dtype=torch.uint8, device="cpu", pin_memory=pin)
         if len(rows) < MANY:
@@ -127,16 +136,15 @@ class WriteBehind:
         finally:
             wait([order])
 
-    def write(self, rows: Tensor, copies: HostCopies) -> None:
+    def write(self, rows: Tensor, copies: PendingCopy) -> None:
         """Queue the records of rows that are evicted or flushed."""
         self.finish()
-        n = self.storage.count_unjournaled(rows.numpy())
         done = self.storage.submit(self._write, rows, copies, in_order=True)
-        self._changes.pending = PendingWrite(rows, copies, n, done)
+        self._changes.pending = PendingWrite(rows, copies, done)
 
-    def _write(self, rows: Tensor, copies: HostCopies) -> None:
+    def _write(self, rows: Tensor, copies: PendingCopy) -> None:
         copies.wait()
-        self.storage.scatter_(rows, copies.records)
+        self.storage.scatter_(rows, copies.tensor)
 
     def finish(self) -> None:
         """Wait for the pending write. A write that failed is tried again here, and raises here."""
@@ -146,9 +154,7 @@ class WriteBehind:
         wait([pending.done])
         if pending.done.exception() is not None:
             self._write(pending.rows, pending.copies)
-        with self._lock:
-            self._changes.pending = None
-            self._n_unjournaled -= pending.n_unjournaled
+        self._changes.pending = None
 
     def abandon(self) -> None:
         """Wait for the pending write, and drop it if it failed."""
@@ -156,27 +162,41 @@ class WriteBehind:
         if pending is not None:
             wait([pending.done])
 
-    def mark_changed(self, rows: Tensor, slots: NDArray[np.int64]) -> None:
-        """Mark the slots of rows that are about to change, and count those without room in the journal."""
-        dirty = self._index.dirty.numpy()
-        with self._lock:
-            clean = np.flatnonzero(dirty[slots] == 0)
-            self._n_unjournaled += self.storage.count_unjournaled(rows.numpy()[clean])
-            dirty[slots[clean]] = 1
-
-    def reserve_space(self, rows: Tensor, lock: AbstractContextManager[Any]) -> None:
-        """Raise if the disk has no room for changes of these rows. Takes the cache's lock only if needed."""
+    def claim_room(self, n_rows: int) -> bool:
+        """Return True if so many rows can certainly change, and count them then. Needs no lock."""
         pending = self._changes.pending
         has_failed = pending is not None and pending.done.done() and pending.done.exception() is not None
-        if not has_failed and self.storage.has_room(self._n_unjournaled + len(rows)):
-            return
-        with lock:
-            self.finish()
-            slots = self._index.slot_of_row.numpy()[rows.numpy()]
-            is_counted = (slots >= 0) & (self._index.dirty.numpy()[slots] != 0)
-            self.storage.make_room(rows[torch.from_numpy(~is_counted)], also=self._n_unjournaled)
+        if has_failed or not self.storage.has_room(self._n_unjournaled + n_rows):
+            return False
+        self._n_changed += n_rows
+        return True
+
+    def make_room(self, rows: Tensor) -> None:
+        """Let the journal grow, or raise if the disk has no room for changes of these rows; -1 is none.
+
+        Only if the disk is nearly full, changed rows are counted one by one, which waits for the device.
+        """
+        self.finish()
+        n = len(rows)
+        try:
+            self.storage.make_room(torch.empty(0, dtype=torch.int64), also=self._n_unjournaled + n)
+        except NoSpace:
+            if rows.is_cuda:
+                synchronize(rows.device)
+            held = torch.from_numpy(self._changes.rows())
+            self._n_changed = len(held)
+            self.storage.make_room(torch.unique(torch.cat([held, rows[rows >= 0].cpu()])))
+        self._n_changed += n
+
+    @property
+    def _n_unjournaled(self) -> int:
+        """At most so many changed rows are not in the journal: one per slot, and those of one write."""
+        return min(self._n_changed, 2 * self._n_slots)
 
     def clear(self) -> None:
         """Forget the count: every changed row is in the journal, or dropped."""
-        with self._lock:
-            self._n_unjournaled = 0
+        self._n_changed = 0
+
+    def retire(self) -> None:
+        """Free the index: the storage, which counts changed rows, outlives the cache."""
+        self._changes.index = None

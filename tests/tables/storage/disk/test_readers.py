@@ -149,18 +149,37 @@ def test_many_readers_and_checkpoints(tmp_path: Path) -> None:
 # ---- threads
 
 
+@pytest.mark.parametrize("in_journal", [False, True])
 def test_many_threads_read_from_the_disk_and_few_from_the_page_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    in_journal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Whatever part of the rows is in the journal, which is in the page cache."""
     record = Record((Field("weight", torch.float32, 256),))
-    n_rows = 2 * checked_records.READ_PART // record.nbytes
-    table, n_faults = made(tmp_path, n_rows, record), count()
-    monkeypatch.setattr(checked_records, "_disk_faults", lambda: n_rows * next(n_faults))
-    table.gather(torch.arange(n_rows))
-    assert table._files.pool.part_bytes == checked_records.READ_PART
-    monkeypatch.setattr(checked_records, "_disk_faults", lambda: 0)
-    table.gather(torch.arange(n_rows))
-    assert table._files.pool.part_bytes == checked_records.MEMORY_PART
+    n_rows = 2 * checked_records.READ_PART // record.nbytes  # for two threads
+    table, n_faults = made(tmp_path, 2 * n_rows, record), count()
+    if in_journal:
+        table.scatter_(torch.arange(n_rows), torch.zeros(n_rows, record.nbytes, dtype=torch.uint8))
+    is_cold, parts, split, take = True, list[int](), checked_records.split, disk_storage.take
+
+    def noted(*args: Any, n_parts: int) -> None:
+        parts.append(n_parts)
+        split(*args, n_parts=n_parts)
+
+    def slow(*args: Any) -> None:
+        waits = is_cold and args[-1] is table._files.table
+        monkeypatch.setattr(checked_records, "_disk_faults", lambda: n_rows * next(n_faults) if waits else 0)
+        take(*args)
+
+    monkeypatch.setattr(checked_records, "split", noted)
+    monkeypatch.setattr(disk_storage, "take", slow)
+    for _ in range(3):
+        table.gather(torch.arange(2 * n_rows))
+    assert parts == ([2, 2, 0, 2, 0, 2] if in_journal else [4, 4, 4])
+    is_cold = False
+    parts.clear()
+    for _ in range(2):
+        table.gather(torch.arange(2 * n_rows))
+    assert parts == ([0, 2, 0, 0] if in_journal else [4, 0])
     table.close()
 
 

@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 THREADS = 16  # more than cores: threads wait for the disk, which serves many requests at a time
 READ_PART = 256 << 10  # bytes for a thread that waits for the disk
-MEMORY_PART = 8 << 20  # bytes for a thread that copies within memory: starting one costs the training thread
+MEMORY_PART = 4 << 20  # bytes for a thread that copies within memory: starting one costs the training thread
 SUMMED_PART = 2 << 20  # bytes for a thread that also computes checksums
 COLD_SHARE = 64  # from one page in so many rows on that was not in memory, threads wait for the disk
 
@@ -63,12 +63,10 @@ def head(records: Records, nbytes: int) -> Records:
 
 
 class CopyThreads(ThreadPoolExecutor):
-    """Threads for `split`: many while rows are read from the disk, few while they are in the page cache."""
+    """Threads for `split`."""
 
     def __init__(self) -> None:
         super().__init__(THREADS, thread_name_prefix="flatbed-disk")
-        self.part_bytes = READ_PART
-        """Bytes that one thread reads, by where the rows of the last reads were."""
 
 
 def submit(pool: ThreadPoolExecutor, function: Callable[..., T], *args: Any) -> Future[T]:
@@ -106,8 +104,14 @@ def split(pool: ThreadPoolExecutor, copy: Callable[[slice], None], n_rows: int, 
         wait(others)
 
 
-def take(records: Records, at: NDArray[Any], into: Records, pool: CopyThreads) -> None:
-    """Copy records at positions in range, or as many of their first bytes as `into` takes."""
+def take(
+    records: Records, at: NDArray[Any], into: Records, pool: ThreadPoolExecutor, file: MappedFile
+) -> None:
+    """Copy records of a file at positions in range, or as many of their first bytes as `into` takes.
+
+    Many threads read a file from the disk, and few read one that is in the page cache: it is taken to be
+    where it was at the last reads.
+    """
     source, n_faults = head(records, into.itemsize), [0]
 
     def copy(some: slice) -> None:
@@ -119,9 +123,10 @@ def take(records: Records, at: NDArray[Any], into: Records, pool: CopyThreads) -
             into[some] = source[at[some]]  # np.take would first copy the whole table
         n_faults.append(_disk_faults() - before)
 
-    split(pool, copy, len(at), n_parts=into.nbytes // pool.part_bytes)
+    part_bytes = READ_PART if file.is_cold else MEMORY_PART
+    split(pool, copy, len(at), n_parts=into.nbytes // part_bytes)
     if into.nbytes >= READ_PART:  # fewer rows say too little
-        pool.part_bytes = READ_PART if COLD_SHARE * sum(n_faults) > len(at) else MEMORY_PART
+        file.is_cold = COLD_SHARE * sum(n_faults) > len(at)
 
 
 def _disk_faults() -> int:
@@ -136,7 +141,7 @@ def _disk_faults() -> int:
 
 MAGIC = b"flatbed-sum2\r\n\x1a\n"
 CHECKED = 1 << 20  # bytes of records copied at a time, which fit into a core's cache
-SUMMED = 1 << 18  # bytes of records summed at a time: part and product stay in a core's cache
+SUMMED = 1 << 19  # bytes of records summed at a time: part and product stay in a core's cache
 
 
 def sums_at(n_rows: int, nbytes: int) -> int:

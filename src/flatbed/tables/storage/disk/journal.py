@@ -141,7 +141,7 @@ class Journal:
         self.is_sealed = False  # or was, until `unseal` has completed
         self._n_lost = 0  # entries that no row refers to, after an interruption
         self._capacity = -1
-        self._file: MappedFile | None = None
+        self.file: MappedFile | None = None
         self._is_named = False  # the file's name is durable
         self._entry_of_row: NDArray[np.int32] | None = None  # counted from 1: 0 is "not changed"
         self._row_of_entry: NDArray[np.int64] = np.empty(0, np.int64)
@@ -150,9 +150,9 @@ class Journal:
     @property
     def records(self) -> Records:
         """Records of all entries."""
-        if self._file is None or self._file.rows is None:
+        if self.file is None or self.file.rows is None:
             return np.empty(0, f"V{self.nbytes}")
-        return self._file.rows
+        return self.file.rows
 
     def entries(self, ids: NDArray[np.int64]) -> NDArray[np.int32]:
         """Return the entries of rows, -1 for a row without one."""
@@ -188,7 +188,7 @@ class Journal:
 
     def _copy(self, entries: NDArray[np.int64], records: Records, pool: CopyThreads) -> None:
         """Write records, and compute their checksums while they are in a core's cache."""
-        file = self._file
+        file = self.file
         assert file is not None
         self._sums[entries] = 0  # until they are known: the copy may be interrupted
 
@@ -199,8 +199,9 @@ class Journal:
         split(pool, copy, len(entries), n_parts=records.nbytes // SUMMED_PART)
 
     def make_room(self, ids: NDArray[np.int64], *, also: int) -> None:
-        """Reserve space for the records of these rows, and of `also` others without an entry."""
-        self._grow(self.n_entries + self.count_missing(ids) + also)
+        """Reserve space for the records of these rows, and of `also` others without an entry, at most."""
+        needed = self.n_entries + self.count_missing(ids) + also
+        self._grow(min(needed, self.n_rows + self._n_lost))
 
     def _grow(self, needed: int) -> None:
         """Reserve space for `needed` entries and their seal; for twice the present number where it fits."""
@@ -208,9 +209,9 @@ class Journal:
             return
         if needed > MOST_ENTRIES:
             raise FlatbedError(f"{needed} rows changed since the last checkpoint; make one before going on")
-        if self._file is None:
-            self._file, self._is_named = MappedFile(self.path, create=True, mode=self._mode()), False
-        file, twice = self._file, max(2 * self._capacity, (1 << 20) // self.nbytes)
+        if self.file is None:
+            self.file, self._is_named = MappedFile(self.path, create=True, mode=self._mode()), False
+        file, twice = self.file, max(2 * self._capacity, (1 << 20) // self.nbytes)
         capacity = max(needed, min(twice, self.n_rows, MOST_ENTRIES))
         try:
             file.reserve(self._size(capacity))
@@ -232,7 +233,7 @@ class Journal:
         """Make all entries, durably, the checkpoint `state`, which follows the one with the word `base`."""
         encode_state(state)  # raises if it will not fit into the table's header
         self._grow(self.n_entries)
-        file = self._file
+        file = self.file
         assert file is not None
         file.check_name()
         path, token, relative, before = (None,) * 4 if decision is None else astuple(decision)
@@ -279,10 +280,10 @@ class Journal:
         entries are unchanged, and are copied again, or they are not, and its checksum is wrong.
         """
         if self.is_sealed:
-            assert self._file is not None
-            self._file.write(0, bytes(PAGE))
+            assert self.file is not None
+            self.file.write(0, bytes(PAGE))
             if durably:
-                self._file.sync()
+                self.file.sync()
             self.is_sealed = False
 
     def clear(self, n_rows: int) -> None:
@@ -295,7 +296,7 @@ class Journal:
 
     def close(self, *, remove: bool) -> None:
         """Release memory and file. A sealed journal is not removed."""
-        file, self._file, self._entry_of_row, self.n_entries = self._file, None, None, 0
+        file, self.file, self._entry_of_row, self.n_entries = self.file, None, None, 0
         if file is not None:
             file.close()
             if remove and not self.is_sealed:

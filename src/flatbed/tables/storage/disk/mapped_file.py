@@ -39,6 +39,7 @@ class MappedFile:
         self._access = mmap.ACCESS_READ if read_only else mmap.ACCESS_WRITE
         self.rows: Records | None = None
         self.offset = 0  # of the first record
+        self.is_cold = True  # the last reads waited for the disk
         self.sums: Sums | None = None
         self.checked: NDArray[np.bool_] | None = None
         """Records that were compared with their checksums since they were mapped; None: none needs to be."""

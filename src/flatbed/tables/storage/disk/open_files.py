@@ -224,7 +224,10 @@ class OpenFiles:
         if self._has_told or not self.is_open or self.journal.is_sealed:
             return
         self._has_told = True
-        n_rows = self.n_unsaved()
+        try:
+            n_rows = self.n_unsaved()
+        except RuntimeError:  # after an error of CUDA, the cache cannot be read
+            n_rows = self.journal.n_entries
         if n_rows:
             note(
                 f"{n_rows} rows of {self.table.path} changed since its last checkpoint and are dropped: call "

@@ -148,7 +148,7 @@ class ReadOnlyStorage:
         out = np.empty((len(rows), self.record.nbytes if nbytes is None else nbytes), np.uint8)
         while True:
             version = self.refresh()
-            take(version.rows, rows, as_records(out), self._pool)
+            take(version.rows, rows, as_records(out), self._pool, version.file)
             unchanged = rows
             if version.changed is not None and len(version.changed[0]):
                 changed, records = version.changed

@@ -154,13 +154,14 @@ class DiskStorage:
             with self._files.lock:
                 self._begin()
                 rows = rows_of(ids, self.n_rows)
-                entries = self._files.journal.entries(rows)
+                journal, table, records = self._files.journal, self._files.table, self._files.table.rows
+                entries = journal.entries(rows)
                 changed, others = np.flatnonzero(entries >= 0), np.flatnonzero(entries < 0)
-                take(self._files.journal.records, entries[changed], out[: len(changed)], pool)
-                table, records = self._files.table, self._files.table.rows
+                if journal.file is not None:
+                    take(journal.records, entries[changed], out[: len(changed)], pool, journal.file)
                 assert records is not None
                 self._readers.add(thread)
-            take(records, rows[others], out[len(changed) :], pool)
+            take(records, rows[others], out[len(changed) :], pool, table)
             check_rows(table, rows[others], pool)  # after the copy, which has read the pages in parallel
         finally:
             self._readers.discard(thread)  # not by a context manager: Ctrl-C could leave the thread in
@@ -200,14 +201,6 @@ class DiskStorage:
         with self._files.lock:
             self._begin(change=True)
             self._files.journal.make_room(rows_of(ids, self.n_rows), also=also)
-
-    def count_unjournaled(self, rows: NDArray[np.int64]) -> int:
-        """Count rows that are as in the last checkpoint. The others have their disk space.
-
-        Takes no lock: other threads may write, but not to these rows.
-        """
-        self._files.check()
-        return self._files.journal.count_missing(rows)
 
     def read(self, start: int, stop: int) -> Tensor:
         with self._files.lock:

@@ -1,0 +1,411 @@
+"""Cache over table files, and over memory that kernels cannot address: the host copies the records.
+
+Kernels decide which rows get which slots, as in `gpu`, if the computing device has kernels; otherwise numpy
+does. The index is where decisions are made. Records are in the memory of the computing device. The host waits
+for the decisions, reads missing records, gives the writer copies of changed ones that they replace, and fills
+the slots.
+
+A `Reservation` keeps the rows of a prefetched batch in their slots until it is released. Training on reserved
+rows takes no lock: another thread may hold the lock for as long as the disk takes. Every other access holds
+the lock, and is ordered after the one before on the device, too, since threads use different streams.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from flatbed.cuda.streams import OrderedLock, synchronize
+from flatbed.kernels import NONE, RecordLocation, UniqueRows, use_triton
+from flatbed.kernels import rows as ops
+from flatbed.kernels.cache import CacheIndex, Placement, assign, decide, keep, take_back
+from flatbed.tables.cache.base import LookupBatch
+from flatbed.tables.cache.write_behind import PendingCopy, WriteBehind, WriteThrough
+from flatbed.tables.storage.base import Storage
+
+if TYPE_CHECKING:
+    from flatbed.kernels._triton.cache import Decisions
+
+CPU = torch.device("cpu")
+FLUSH_BYTES = 1 << 26  # of records that are written at once
+
+
+@dataclass(eq=False, slots=True)
+class Reservation:
+    """Rows that stay in their slots until `HostCopyCache.release`."""
+
+    keys: Tensor
+    unique: UniqueRows
+    rows: Tensor
+    """The unique rows on the index's device; kernels pad them with -1."""
+    n_rows: int
+    epoch: int
+    """Of the cache: after a change of epoch the slots are others."""
+    ready: torch.cuda.Event | None
+    """Recorded when the records have been copied to the device."""
+    is_released: bool = False
+
+
+@dataclass(slots=True)
+class Unmoved:
+    """An admission whose records are not in their slots yet."""
+
+    decided: Decisions | Placement
+    is_overwritten: bool = False
+    """True once records in the slots may have been replaced."""
+
+
+class HostCopyCache:
+    """Records of hot rows on `device`, their index, and live reservations.
+
+    Methods that `GpuCache` has, too, are described there.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        index: CacheIndex,
+        *,
+        device: torch.device,
+        writer: WriteBehind | WriteThrough,
+    ) -> None:
+        """Use an index, which the writer shares, on `device` if it has kernels, otherwise on the host."""
+        self.storage, self.index, self.writer, self.device = storage, index, writer, device
+        self.record, self.n_rows = storage.record, storage.n_rows
+        self.n_slots = n_slots = index.n_slots
+        self.in_graphs = False
+        self.records = torch.empty((n_slots, storage.record.nbytes), dtype=torch.uint8, device=device)
+        self.lock = OrderedLock("cache")
+        self.epoch = 0
+        self.retired = False
+        """True once the table has another cache."""
+        self._live: set[Reservation] = set()
+        self._released: deque[tuple[Reservation, torch.cuda.Event | None]] = deque()
+        self._last: torch.cuda.Event | None = None  # end of the last access
+        self._unmoved: Unmoved | None = None
+        self._n_ticks = 0  # the index's clock
+        self._kernels: ModuleType | None = None
+        self.location: RecordLocation | None = None
+        """For kernels, which are given cached rows only; None without kernels."""
+        if use_triton(device):
+            from flatbed.kernels._triton import cache as kernels
+
+            self._kernels = kernels
+            self.location = RecordLocation(None, self.records, index.slot_of_row, index.dirty)
+
+    @contextmanager
+    def _ordered(self) -> Iterator[None]:
+        """Order the current stream after the access before, and take an admission back that did not end.
+
+        The caller takes the lock itself: Ctrl-C as this ends could leave the lock taken.
+        """
+        on_gpu = self.device.type == "cuda"
+        stream = torch.cuda.current_stream(self.device) if on_gpu else None
+        if stream is not None and self._last is not None:
+            stream.wait_event(self._last)
+        try:
+            self._end_released(stream)
+            self._take_back_unmoved()
+            yield
+        finally:
+            if stream is not None:
+                self._last = stream.record_event()
+
+    # ---- admission and reservations
+
+    def admit(
+        self,
+        keys: Tensor,
+        first_error: Tensor | None = None,
+        on_checked: Callable[[], None] | None = None,
+    ) -> tuple[UniqueRows, None]:
+        """Waits for the device: the host reads the records."""
+        with self.lock, self._ordered():
+            return self._admit(keys, first_error, on_checked)[0], None
+
+    def reserve(self, ids: Tensor) -> Reservation | None:
+        """Admit the rows of ids, and keep them in their slots.
+
+        The ids are on the computing device, and in range. Returns None if they do not fit in addition to
+        other reservations, or if the table has another cache.
+        """
+        with self.lock, self._ordered():
+            keys = ids.to(ops.key_dtype(self.n_rows, ids.device))
+            if self.retired or not self._has_room(keys):
+                return None
+            unique, placement = self._admit(keys)
+            if not placement.is_whole:
+                return None
+            on_gpu = self.device.type == "cuda"
+            rows = unique.rows.to(self.index.clock.device)
+            ready = torch.cuda.current_stream(self.device).record_event() if on_gpu else None
+            reservation = Reservation(keys, unique, rows, placement.n_rows, self.epoch, ready)
+            self._live.add(reservation)
+            return reservation
+
+    def _has_room(self, keys: Tensor) -> bool:
+        """Return True if the rows of keys fit in addition to those of live reservations."""
+        n_kept = sum(one.n_rows for one in self._live)
+        if self.index.direct or n_kept + keys.numel() <= self.n_slots:
+            return True
+        # Rows that are in several batches, or repeated in this one, count once. Waits for the device.
+        self._begin_tick()
+        index, tick = self.index, self._n_ticks
+        index.clock.fill_(tick)
+        rows = ops.unique(keys, self.n_rows).rows.to(index.clock.device)
+        slots = index.slot_of_row[rows[rows >= 0]].long()
+        n_others = (index.stamp >= tick).sum() - (index.stamp[slots[slots >= 0]] >= tick).sum()
+        return int(n_others) + len(slots) <= self.n_slots
+
+    def _begin_tick(self) -> None:
+        """Keep the slots of live reservations at the next tick of the clock, which the caller advances."""
+        self._n_ticks += 1
+        for one in self._live:
+            if self._kernels is not None:
+                self._kernels.keep(self.index, one.rows, self._n_ticks)
+            else:
+                keep(self.index, one.rows.numpy(), self._n_ticks)
+
+    def release(self, reservation: Reservation, after: torch.cuda.Event | None) -> None:
+        """Let the rows be evicted after an event. Takes no lock: the garbage collector may call this."""
+        reservation.is_released = True
+        self._released.append((reservation, after))
+
+    def _end_released(self, stream: torch.cuda.Stream | None) -> None:
+        while self._released:
+            reservation, after = self._released[0]
+            if stream is not None and after is not None:
+                stream.wait_event(after)
+            self._live.discard(reservation)
+            self._released.popleft()  # last: an interruption would keep the rows for good
+
+    def protects(self, batch: LookupBatch | None) -> bool:
+        if batch is None or batch.cache is not self or batch.admission is None:
+            return False
+        return bool(batch.admission.epoch == self.epoch) and not batch.admission.is_released
+
+    def prefetch(
+        self, ids: Tensor, *, window: int, reservation: Reservation | None
+    ) -> tuple[Tensor, UniqueRows, Reservation] | None:
+        """Return keys and unique rows of a batch whose rows are reserved; None without a reservation."""
+        if reservation is None or reservation.epoch != self.epoch:
+            return None
+        if reservation.ready is not None:
+            torch.cuda.current_stream(self.device.index).wait_event(reservation.ready)
+        return reservation.keys, reservation.unique, reservation
+
+    def issue_moves(self) -> None:
+        """Do nothing: `reserve` has moved the records."""
+
+    def oldest(self, batches: list[LookupBatch]) -> LookupBatch | None:
+        """Return None: a reservation is for the rows of one batch."""
+        return None
+
+    def _admit(
+        self,
+        keys: Tensor,
+        first_error: Tensor | None = None,
+        on_checked: Callable[[], None] | None = None,
+    ) -> tuple[UniqueRows, Placement]:
+        """Find the unique rows of keys, and admit them; fewer, if there are not enough slots."""
+        if not keys.numel():
+            none = np.empty(0, np.int64)
+            return ops.unique(keys, self.n_rows), Placement(none, none, none, 0, is_whole=True)
+        self._begin_tick()
+        try:
+            unique, placement = self._decide(keys, first_error, on_checked)
+            self._move_records(placement)
+            self._unmoved = None
+        except BaseException:
+            self._take_back_unmoved()
+            self.index.clock.fill_(self._n_ticks)  # it may not have been advanced
+            raise
+        return unique, placement
+
+    def _decide(
+        self, keys: Tensor, first_error: Tensor | None, on_checked: Callable[[], None] | None
+    ) -> tuple[UniqueRows, Placement]:
+        """Find the unique rows of keys, and give slots to missing ones."""
+        if self._kernels is not None:
+            # Whatever has been launched when this is interrupted, the memory says what to take back.
+            decided = self._kernels.Decisions.allocate(keys.numel(), self.device)
+            decided.placed.fill_(NONE)
+            self._unmoved = Unmoved(decided)
+            checks = {"first_error": first_error, "on_checked": on_checked}
+            self._kernels.decide(self.index, keys, 0, out=decided, **checks)
+            return decided.found, self._on_host(decided)
+        unique = ops.unique(keys, self.n_rows, first_error)
+        if on_checked is not None:
+            on_checked()
+        rows = unique.rows.to(CPU)
+        placement = decide(self.index, rows[rows >= 0].numpy())
+        self._unmoved = Unmoved(placement)
+        assign(self.index, placement)
+        return unique, placement
+
+    def _on_host(self, decided: Decisions | Placement) -> Placement:
+        """Return decisions of kernels on the host. Waits for the device."""
+        if isinstance(decided, Placement):
+            return decided
+        assert self._kernels is not None
+        placed = self._copied(decided.placed)
+        placed.wait()
+        placement: Placement = self._kernels.placement_of(placed.tensor.numpy())
+        return placement
+
+    def _move_records(self, placement: Placement) -> None:
+        """Read missing records into their slots, and let the writer have the changed ones that were there."""
+        if not len(placement.rows):
+            return
+        rows, victims = torch.from_numpy(placement.rows), placement.victims
+        # First: its rows may be read again. Rows evicted now are not among those read, so both go on at once.
+        self.writer.finish()
+        with self.writer.reading(rows, pin=self.device.type == "cuda") as read:
+            changed = victims >= 0
+            if changed.any():
+                copies = self._copy_to_host(self._to_device(placement.slots[changed]))
+                self.writer.write(torch.from_numpy(victims[changed]), copies)
+            records, order = read()
+        slots, records = self._to_device(placement.slots[order]), self._copy_to_device(records)
+        assert self._unmoved is not None
+        self._unmoved.is_overwritten = True
+        _words(self.records).index_copy_(0, slots, _words(records))
+
+    def _take_back_unmoved(self) -> None:
+        """Take an admission back whose records are not in their slots, after an error or an interruption."""
+        unmoved = self._unmoved
+        if unmoved is not None:
+            placement = self._on_host(unmoved.decided)
+            take_back(self.index, placement, is_overwritten=unmoved.is_overwritten)
+            self._unmoved = None
+
+    # ---- copies between host and device
+
+    def _copy_to_host(self, slots: Tensor) -> PendingCopy:
+        """Copy records of slots, which are on the device."""
+        return self._copied(_words(self.records).index_select(0, slots).view(torch.uint8))
+
+    def _copied(self, tensor: Tensor) -> PendingCopy:
+        """Copy a tensor to the host. Does not wait."""
+        if not tensor.is_cuda:
+            return PendingCopy(tensor)
+        pinned = torch.empty(tensor.shape, dtype=tensor.dtype, device=CPU, pin_memory=True)
+        pinned.copy_(tensor, non_blocking=True)
+        done = torch.cuda.current_stream(self.device).record_event()
+        return PendingCopy(pinned, done, self.device)
+
+    def _copy_to_device(self, tensor: Tensor) -> Tensor:
+        if self.device.type != "cuda" or not tensor.numel():
+            return tensor.to(self.device)
+        pinned = tensor if tensor.is_pinned() else tensor.pin_memory()
+        return pinned.to(self.device, non_blocking=True)
+
+    def _to_device(self, array: NDArray[np.int64]) -> Tensor:
+        return self._copy_to_device(torch.from_numpy(array))
+
+    # ---- rows
+
+    def location_for(self, batch: LookupBatch | None, *, update: bool) -> RecordLocation | None:
+        """Return where kernels find the rows of a reserved batch; None for other rows."""
+        return self.location if self.protects(batch) else None
+
+    def reserve_space(self, rows: Tensor, batch: LookupBatch | None) -> None:
+        """Raise if a full disk has no room for changes of rows, before a step begins to change them."""
+        if not self.writer.claim_room(len(rows)):
+            with self.lock, self._ordered():
+                self.writer.make_room(rows)
+
+    def _slots(self, ids: Tensor) -> Tensor:
+        """Return the slots of rows, on the host; -1 for rows that are not cached."""
+        return self.index.slot_of_row[ids.to(self.index.clock.device)].to(CPU, torch.int64)
+
+    def gather(self, ids: Tensor, nbytes: int | None = None) -> Tensor:
+        """Read records, or their first bytes, to the computing device; ids are on the host."""
+        nbytes = self.record.nbytes if nbytes is None else nbytes
+        with self.lock, self._ordered():
+            self.writer.finish()
+            slots = self._slots(ids)
+            cached = slots >= 0
+            held = self.records[:, :nbytes]
+            if bool(cached.all()):
+                return held.index_select(0, self._copy_to_device(slots))
+            out = torch.empty((len(ids), nbytes), dtype=torch.uint8, device=self.device)
+            inside, outside = cached.nonzero().flatten(), (~cached).nonzero().flatten()
+            found = held.index_select(0, self._copy_to_device(slots[cached]))
+            out.index_copy_(0, self._copy_to_device(inside), found)
+            stored = self.storage.gather(ids[outside], nbytes)
+            return out.index_copy_(0, self._copy_to_device(outside), self._copy_to_device(stored))
+
+    def scatter_(self, ids: Tensor, records: Tensor) -> None:
+        """Replace records; those in storage first, since that may fail."""
+        with self.lock, self._ordered():
+            self.writer.finish()
+            self.reserve_space(ids, None)
+            slots = self._slots(ids)
+            cached = slots >= 0
+            records = records.to(self.device)
+            if not bool(cached.all()):
+                outside = (~cached).nonzero().flatten()
+                self.storage.scatter_(ids[outside], records[self._copy_to_device(outside)].to(CPU))
+            inside = cached.nonzero().flatten()
+            at = self._copy_to_device(slots[inside])
+            changed = records.index_select(0, self._copy_to_device(inside))
+            # Marked first: after an interruption, a record that has changed is written back.
+            self.index.dirty.index_fill_(0, at.to(self.index.clock.device), 1)
+            self.records.index_copy_(0, at, changed)
+
+    def flush(self) -> None:
+        with self.lock, self._ordered():
+            if self.device.type == "cuda":
+                synchronize(self.device)
+            dirty = self.index.dirty.nonzero().flatten()
+            for slots in torch.split(dirty, max(1, FLUSH_BYTES // self.record.nbytes)):
+                copies = self._copy_to_host(slots.to(self.device))
+                self.writer.write(self.index.row_of_slot[slots].to(CPU), copies)
+                self.writer.finish()
+                self.index.dirty.index_fill_(0, slots, 0)
+            self.writer.finish()
+            self.writer.clear()
+
+    def drop(self) -> None:
+        with self.lock, self._ordered():
+            self.flush()
+            self._clear()
+
+    def retire(self) -> None:
+        """Drop the cache for good: the table is about to have another one."""
+        with self.lock:
+            self.drop()
+            self.retired = True
+            self.writer.retire()
+
+    def abandon(self) -> None:
+        """Empty the cache without writing changed records back, also after an interrupted admission."""
+        with self.lock:
+            if self.device.type == "cuda":
+                synchronize(self.device)
+            self.writer.abandon()
+            self._clear()
+            self.writer.clear()
+            self.retired = True
+            self.writer.retire()
+
+    def _clear(self) -> None:
+        self.epoch += 1
+        self._live.clear()
+        self.index.clear()
+        self._unmoved = None
+
+
+def _words(records: Tensor) -> Tensor:
+    """View records as int64: torch takes as long for a byte as for eight."""
+    return records.view(torch.int64)
