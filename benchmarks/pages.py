@@ -186,7 +186,7 @@ TABLES: dict[str, Comparison | Grid] = {
             *("flat bound, one call", OPTIM, "torch fused, captured", GRAPH),
         ),
     ),
-    "cache": Grid(*(CACHE, CACHED, (TIME,), "distribution"), variants=(SPARSE, EAGER, PREFETCHED, CAPTURED)),
+    "cache": Grid(*(CACHE, CACHED, (TIME,), "distribution"), variants=(SPARSE, EAGER, CAPTURED)),
     "no-cache": Grid(CACHE, {"case": "step", "cache_rows": 0}, (TIME,), "distribution"),
     "device": Grid("h200-tables.json", {"case": "step"}, (TIME, "peak_memory_bytes")),
     "memory": Grid("h200-memory.json", {}, ("host_memory_bytes", "gpu_memory_bytes", "disk_bytes")),

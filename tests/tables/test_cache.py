@@ -167,21 +167,6 @@ def test_an_admission_is_taken_back(n_lines: int, is_overwritten: bool) -> None:
         }
 
 
-@pytest.mark.parametrize("n", [1, 777, 20_000, 99_999])
-def test_victims_have_low_scores(n: int) -> None:
-    """The lowest scores of few slots; about the lowest of very many."""
-    slots, scores = np.arange(5, 100_005), np.random.default_rng(n).random(100_000, np.float32)
-    for given in (scores, np.zeros_like(scores), (scores > 0.5).astype(np.float32)):
-        found = decisions._lowest(slots, given, n)
-        assert len(np.unique(found)) == len(found) == n
-        if given is scores:
-            assert scores[found - 5].max() <= n / 100_000 + 0.05
-        else:
-            assert (given[found - 5] > 0).sum() == max(0, n - (given == 0).sum())
-    few, n = (1000 * scores[:1000]).astype(int), min(n, 999)
-    assert sorted(few[decisions._lowest(np.arange(1000), few, n)]) == sorted(few)[:n]
-
-
 # ---- rows that are kept for coming batches
 
 

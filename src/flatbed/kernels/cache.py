@@ -7,7 +7,6 @@ an index on the host. `take_back` is for both.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +18,6 @@ POLICIES = ("lru", "lfu")
 HALF_LIFE = 4  # for "lfu": a use counts half after as many misses as would fill the cache so many times
 ROUNDS = 16  # random draws of slots for a missing row, before a kernel tries all slots in order
 WAYS = 8  # slots that are compared for each missing row
-SAMPLE = 4096  # scores from which the threshold of low scores is estimated
 FREE = -(1 << 62)  # the stamp of a slot that was never used
 COUNTS = ("hits", "misses", "evictions", "written", "overflow")
 
@@ -98,7 +96,7 @@ def decide(index: CacheIndex, rows: NDArray[np.int64]) -> Placement:
     now = np.float32(counts[1] * index.ageing)
     if index.policy == "lfu":
         frequency = index.frequency.numpy()
-        frequency[hits] = _add_use(frequency[hits], now)
+        frequency[hits] = np.logaddexp2(frequency[hits], now)
     slots = missing if index.direct else _select_slots(index, len(missing), tick)
     old = index.row_of_slot.numpy()[slots]
     victims = np.where(index.dirty.numpy()[slots] != 0, old, -1)
@@ -139,18 +137,6 @@ def take_back(index: CacheIndex, placement: Placement, *, is_overwritten: bool) 
         index.slot_of_row.index_copy_(0, victims, slots.to(torch.int32))
 
 
-def _add_use(frequency: NDArray[np.float32], now: np.float32) -> NDArray[np.float32]:
-    """Return log2(2^frequency + 2^now), by functions for which numpy has vector instructions."""
-    high = np.maximum(frequency, now)
-    low = np.minimum(frequency, now)
-    low -= high
-    np.exp2(low, out=low)
-    low += 1
-    np.log2(low, out=low)
-    low += high
-    return low
-
-
 def _select_slots(index: CacheIndex, n_rows: int, tick: int) -> NDArray[np.int64]:
     """Choose slots for n_rows, with the lowest scores among the next `WAYS` times as many slots."""
     stamp = index.stamp.numpy()
@@ -164,26 +150,11 @@ def _select_slots(index: CacheIndex, n_rows: int, tick: int) -> NDArray[np.int64
         n_unseen -= n_seen
         seen = np.concatenate([np.flatnonzero(stamp[part] < tick) + part.start for part in parts])
         if n_left < len(seen):
-            seen = _lowest(seen, scores[seen], n_left)
+            seen = seen[np.argpartition(scores[seen], n_left)[:n_left]]
         stamp[seen] = tick
         chosen.append(seen)
         n_left -= len(seen)
     return np.concatenate(chosen) if chosen else np.empty(0, np.int64)
-
-
-def _lowest(slots: NDArray[np.int64], scores: NDArray[Any], n: int) -> NDArray[np.int64]:
-    """Choose n slots with low scores. Among very many slots a sample sets the threshold: an exact selection
-    would take longer than the rest of the admission.
-    """
-    apart = max(1, len(scores) // SAMPLE)
-    some = scores[::apart]
-    n_some = n if apart == 1 else -(-n // apart) + int(5 * (n / apart) ** 0.5) + 1  # rather too many
-    last = np.partition(some, at := min(n_some, len(some)) - 1)[at]
-    found = np.concatenate((slots[scores < last], slots[scores == last]))[:n]
-    if len(found) == n:
-        return found
-    order: NDArray[np.int64] = slots[np.argpartition(scores, n - 1)[:n]]
-    return order
 
 
 def _circular(first: int, n: int, n_slots: int) -> list[slice]:
