@@ -142,7 +142,7 @@ def others() -> None:
 def cache() -> None:
     maps = {"slot_of_row_ptr": "*i32", "dirty_ptr": "*i32", "frequency_ptr": "*fp32", "ageing": "fp32"}
     maps |= {"n_missing_ptr": "*i32"}
-    ptx(cache_kernels.keep_kernel, {"tick": "i64"}, BLOCK=512)
+    ptx(cache_kernels.keep_kernel, {}, BLOCK=512)
     for by_frequency in (True, False):
         ptx(cache_kernels.probe_kernel, maps, FREQUENCY=by_frequency, BLOCK=512)
         for direct in (True, False):

@@ -26,6 +26,7 @@ from flatbed.kernels import cache as decisions
 from flatbed.kernels._triton import cache as kernels
 from flatbed.tables.cache import gpu, host_copy
 from flatbed.tables.cache.base import LookupBatch
+from flatbed.tables.grads import RowGrads, merge_grads
 from flatbed.tables.lookup import RowPrefetch
 from flatbed.tables.storage.disk import DiskStorage
 from tests.tables.tables import cached_rows
@@ -311,6 +312,31 @@ def test_reserved_rows_stay_until_they_are_released(tmp_path: Path) -> None:
     assert cached_rows(emb) == {3, 4, 5, 6, *range(20, 28)}
 
 
+def test_gradients_of_several_lookups_are_protected_together(tmp_path: Path) -> None:
+    """A step with two lookups of a disk table takes no lock, and so does not wait for the disk."""
+    emb = made(100, 12, storage="disk", path=tmp_path / "table")
+    cache = cache_of(emb)
+
+    def looked_up(rows: list[int]) -> tuple[Any, RowGrads]:
+        reservation = cache.reserve(torch.tensor(rows))
+        keys, unique, admission = cache.prefetch(torch.tensor(rows), window=0, reservation=reservation)
+        batch = LookupBatch(keys.shape, keys, unique, cache, admission)
+        return reservation, RowGrads(unique.rows, torch.ones(len(rows), DIM), batch=batch)
+
+    (first, of_first), (second, of_second) = looked_up([1, 2, 3]), looked_up([3, 4])
+    merged = merge_grads([of_first, of_second], 100)
+    assert merged.rows[merged.rows >= 0].tolist() == [1, 2, 3, 4]
+    assert merged.batch is not None
+    assert cache.protects(merged.batch)
+    cache.release(second, None)
+    assert not cache.protects(merged.batch)
+    assert merge_grads([of_first, of_second], 100).batch is None
+    assert cache.protects(of_first.batch)
+    cache.drop()
+    assert not cache.protects(of_first.batch)
+    assert not first.is_live
+
+
 def test_a_loop_that_pauses_does_not_keep_the_rows_of_others(tmp_path: Path) -> None:
     emb = made(100, 12, storage="disk", path=tmp_path / "table")
     cache = cache_of(emb)
@@ -588,7 +614,7 @@ class Simulation:
         self.begun.append(batches)
 
     def use(self, batch: LookupBatch | None, rows: Tensor) -> None:
-        self.cache.location_for(batch, update=True)
+        self.cache.location_for(batch)
         self.issue(set(rows.tolist()))
 
     def conflicts(self) -> int:

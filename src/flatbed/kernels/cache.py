@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from flatbed.kernels import NONE
 
 POLICIES = ("lru", "lfu")
-HALF_LIFE = 4  # for "lfu": a use counts half after as many misses as would fill the cache so many times
+HALF_LIFE = 4  # for "lfu": the weight of a use halves every HALF_LIFE * n_slots misses
 ROUNDS = 16  # random draws of slots for a missing row, before a kernel tries all slots in order
 WAYS = 8  # slots that are compared for each missing row
 FREE = -(1 << 62)  # the stamp of a slot that was never used
@@ -34,7 +34,7 @@ class CacheIndex:
         self.n_slots = n_slots
         self.direct = n_slots >= n_rows
         self.ageing = 1.0 / (HALF_LIFE * n_slots)
-        """How far a miss moves the time in which uses age; one half-life is 1."""
+        """Half-lives that pass with each miss."""
         self.next_slot = 0
         """The next slot to compare, for an index on the host."""
         self.slot_of_row = torch.full((n_rows,), -1, dtype=torch.int32, device=device)
@@ -74,14 +74,14 @@ class Placement:
 # Numpy instead of torch, which would start threads on all cores for each of these small steps.
 
 
-def keep(index: CacheIndex, rows: NDArray[np.int64], tick: int) -> None:
-    """Stamp the slots of cached rows with the tick of the next `decide`, which then takes none of them."""
+def keep(index: CacheIndex, rows: NDArray[np.int64]) -> None:
+    """Stamp the slots of cached rows with the next tick, so that the next `decide` evicts none of them."""
     slots = index.slot_of_row.numpy()[rows]
-    index.stamp.numpy()[slots[slots >= 0]] = tick
+    index.stamp.numpy()[slots[slots >= 0]] = int(index.clock) + 1
 
 
 def decide(index: CacheIndex, rows: NDArray[np.int64]) -> Placement:
-    """Stamp cached rows, count their use, and choose slots for the missing ones, for as many as there are.
+    """Stamp cached rows, count their use, and choose a slot for each missing row, or for as many as possible.
 
     Rows are unique, and in range. Slots of this batch are kept. Only stamps and counts change here. `assign`
     changes the maps.

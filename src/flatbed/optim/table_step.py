@@ -104,7 +104,7 @@ class TableStepper:
             if pack is None:
                 continue
             store, row_io, batch = owned.table._store, owned.table._local_io, pack.batch
-            location = store.location_for(batch, update=True)
+            location = store.location_for(batch)
             if location is not None:
                 weights = None if batch is None else batch.weights
                 if batch is not None and weights is not None and batch.generation != store.generation:

@@ -15,7 +15,7 @@ from flatbed.kernels.cache import CacheIndex
 from flatbed.tables import initializers
 from flatbed.tables.cache.gpu import GpuCache
 from flatbed.tables.cache.host_copy import HostCopyCache
-from flatbed.tables.cache.write_behind import WriteBehind, WriteThrough
+from flatbed.tables.cache.write_behind import MemoryWriter, WriteBehind
 from flatbed.tables.config import Config
 from flatbed.tables.record import Record
 from flatbed.tables.storage.base import CPU, Fill, MemoryStorage, Storage, device_storage, host_storage
@@ -109,11 +109,11 @@ def build_cache(storage: Storage, n_slots: int, *, policy: str, device: torch.de
                     return GpuCache(storage, n_slots, policy=policy, device=device)
             index_device = device if use_triton(device) else CPU
             index = CacheIndex(storage.n_rows, n_slots, policy=policy, device=index_device)
-            writer: WriteBehind | WriteThrough
+            writer: WriteBehind | MemoryWriter
             if isinstance(storage, DiskStorage):
                 writer = WriteBehind(storage, index)
             else:
-                writer = WriteThrough(storage)
+                writer = MemoryWriter(storage)
             return HostCopyCache(storage, index, device=device, writer=writer)
     except torch.OutOfMemoryError as error:
         raise FlatbedError(

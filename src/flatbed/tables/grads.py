@@ -123,18 +123,18 @@ def merge_grads(parts: list[RowGrads], n_rows: int) -> RowGrads:
     found = unique(torch.where(rows == NONE, SENTINEL, rows), n_rows)
     grads = torch.cat([part.grads.to(dtype) for part in parts])
     summed = RowGrads(*segment_sum(grads, found, None), parts[0].task, all(part.shared for part in parts))
-    summed.captured, summed.batch = parts[0].captured, _oldest_batch(parts)
+    summed.captured, summed.batch = parts[0].captured, _covering_batch(parts)
     return summed
 
 
-def _oldest_batch(parts: list[RowGrads]) -> LookupBatch | None:
+def _covering_batch(parts: list[RowGrads]) -> LookupBatch | None:
     """Return a batch whose protection in the cache holds for the rows of all parts; None if there is none."""
     batches = [part.batch for part in parts if part.batch is not None]
     cache = batches[0].cache if batches else None
     if cache is None or len(batches) < len(parts) or any(batch.cache is not cache for batch in batches):
         return None
-    oldest = cache.oldest(batches)
-    return None if oldest is None else replace(oldest, weights=None)
+    batch = cache.covering(batches)
+    return None if batch is None else replace(batch, weights=None)
 
 
 class TableGrad(Tensor):

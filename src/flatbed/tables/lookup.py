@@ -174,7 +174,7 @@ class LookupFunction(torch.autograd.Function):
         ctx.table, ctx.batch = table, batch
         store, config, location = table._store, table._store.config, None
         if batch.cache is not None and batch.cache is store.cache and batch.exchanged is None:
-            location = batch.cache.location_for(batch, update=False)
+            location = batch.cache.location_for(batch)
         if location is not None:  # one kernel reads the weights of all ids
             from flatbed.kernels._triton import cache
 

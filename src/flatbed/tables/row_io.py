@@ -95,7 +95,7 @@ class RowIO:
     def reserve_space(self, grads: RowGrads) -> None:
         """Raise if the disk has no room for changes of these rows of a file, before a step begins."""
         if self.store.cache is not None:
-            self.store.cache.reserve_space(grads.rows, grads.batch)
+            cast(HostCopyCache, self.store.cache).reserve_space(grads.rows)
             return
         rows = grads.rows.cpu()
         self.store.disk_storage().make_room(rows[rows >= 0])
@@ -103,7 +103,7 @@ class RowIO:
     def scatter_(self, rows: Tensor, records: Tensor) -> None:
         """Replace the records of unique rows; the row -1 is skipped."""
         self.store.writes += 1
-        location = self.store.location_for(update=True)
+        location = self.store.location_for()
         if location is not None:
             ops.scatter_(location, rows, records)
             return
@@ -130,7 +130,7 @@ class RowIO:
         """Replace the weights of unique rows; their state stays."""
         store = self.store
         store.writes += 1
-        location, field = store.location_for(update=True), store.config.weight
+        location, field = store.location_for(), store.config.weight
         if location is None:
             self.write_fields_(rows, self.read_fields(rows) | {WEIGHT: values})
             return

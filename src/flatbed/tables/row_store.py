@@ -441,19 +441,17 @@ class RowStore:
 
     # ---- the cache
 
-    def location_for(
-        self, batch: LookupBatch | None = None, *, update: bool = False
-    ) -> RecordLocation | None:
+    def location_for(self, batch: LookupBatch | None = None) -> RecordLocation | None:
         """Return where kernels and operations find rows; None if the host must move the records.
 
         The current stream is ordered after prefetches that may move the rows. `batch` is the one that the
-        rows are of, if any. `update`: the rows will change.
+        rows are of, if any.
         """
         storage = self.ensure_layout()
         cache = self.cache  # after the layout, which may replace it
         if cache is None:
             return location_of(storage, self.device)
-        return cache.location_for(batch, update=update)
+        return cache.location_for(batch)
 
     def flush(self, *, drop: bool = False) -> None:
         """Write cached rows back and wait for the GPU; `drop` also empties the cache, before rows change."""

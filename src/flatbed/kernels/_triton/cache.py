@@ -75,12 +75,13 @@ def probe_kernel(
         tl.store(missing_ptr + at, row, mask=miss)
 
 
-@triton.jit(do_not_specialize=["tick", "n"])
-def keep_kernel(rows_ptr, slot_of_row_ptr, stamp_ptr, tick, n, BLOCK: tl.constexpr):
-    """Stamp the slots of cached rows."""
+@triton.jit(do_not_specialize=["n"])
+def keep_kernel(rows_ptr, slot_of_row_ptr, stamp_ptr, clock_ptr, n, BLOCK: tl.constexpr):
+    """Stamp the slots of cached rows with the next tick of the clock."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(rows_ptr + i, mask=i < n, other=-1)
     slot = tl.load(slot_of_row_ptr + row, mask=row >= 0, other=-1)
+    tick = tl.load(clock_ptr) + 1
     tl.store(stamp_ptr + slot, tl.zeros([BLOCK], tl.int64) + tick, mask=slot >= 0)
 
 
@@ -276,11 +277,11 @@ def move(decided: Decisions, location: RecordLocation, stream: torch.cuda.Stream
 _KEEP = Kernel(keep_kernel, PROBE)
 
 
-def keep(index: CacheIndex, rows: Tensor, tick: int) -> None:
-    """Stamp the slots of cached rows with the tick of the next `decide`, which then takes none of them."""
+def keep(index: CacheIndex, rows: Tensor) -> None:
+    """Stamp the slots of cached rows with the next tick, so that the next `decide` evicts none of them."""
     n = rows.numel()
     if n:
-        _KEEP(-(-n // PROBE), rows.device, rows, index.slot_of_row, index.stamp, tick, n)
+        _KEEP(-(-n // PROBE), rows.device, rows, index.slot_of_row, index.stamp, index.clock, n)
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,8 +350,8 @@ def decide(
 ) -> Decisions:
     """Find the unique rows of keys, and give a slot to each missing one. Writes the index, moves no record.
 
-    `index.moving` is True after that, unless there are no keys. The caller issues the moves, or stores the
-    decisions, and resets it.
+    `index.moving` is True after that, unless there are no keys. `GpuCache` issues the moves, or queues the
+    decisions, and resets it. `HostCopyCache` does not use it.
     """
     n, device, n_rows = keys.numel(), keys.device, index.slot_of_row.numel()
     out = out or Decisions.allocate(n, device)

@@ -29,7 +29,7 @@ class LookupBatch:
     cache: GpuCache | HostCopyCache | None = None
     """The cache that the rows were admitted to; if the table is sharded, the rows of `exchanged`."""
     admission: Any = None
-    """Admission of the batch to `cache`: a number for `GpuCache`, a `Reservation` for `HostCopyCache`."""
+    """Admission of the batch to `cache`: a number for `GpuCache`, `Reservation`s for `HostCopyCache`."""
     ids: Tensor | None = None
     """The ids that a prefetched batch was made of, and their version."""
     version: int = -1

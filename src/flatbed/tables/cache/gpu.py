@@ -21,9 +21,9 @@ into the cache together, so that all their rows are in slots.
 - Moves wait for the decisions on them, and so for the same training work. Decisions need not wait for earlier
   moves: they touch no records. A row that one admission evicts and the next one wants is written back and
   read again in this order, since all moves run in one stream.
-- Training work on the batch with admission t needs no order with prefetches, if `protects(t)`: no later
-  admission so far could evict the batch's rows (t >= `_oldest_protected`), and those of the next `next` wait
-  for the work. The `next` that hands out a batch orders its step after admission t itself.
+- `protects(batch)` is True if the batch's admission t is at least `_oldest_protected`. No admission issued so
+  far can then evict its rows, and those of the next `next` wait for the training work issued until then. The
+  `next` that hands out the batch has ordered its step after admission t. So the step needs no further event.
 - All other work (older batches, ids that were not prefetched, `read_rows`, `flush`) calls
   `wait_for_prefetch`: the current stream waits for the stream "records", and the next prefetch waits for the
   current stream.
@@ -203,8 +203,8 @@ class GpuCache:
             return False
         return batch.admission is not None and batch.admission >= self._oldest_protected
 
-    def oldest(self, batches: list[LookupBatch]) -> LookupBatch | None:
-        """Return the batch that is protected only if all of these are; None if there is none."""
+    def covering(self, batches: list[LookupBatch]) -> LookupBatch | None:
+        """Return a batch of this cache that is protected only if all of these are; None if there is none."""
         numbers = [-1 if batch.admission is None else batch.admission for batch in batches]
         return batches[numbers.index(min(numbers))]
 
@@ -230,14 +230,11 @@ class GpuCache:
 
     # ---- rows
 
-    def location_for(self, batch: LookupBatch | None, *, update: bool) -> RecordLocation:
+    def location_for(self, batch: LookupBatch | None) -> RecordLocation:
         """Return where kernels find the rows of a batch, after prefetches that may move them."""
         if not self.protects(batch):
             self.wait_for_prefetch()
         return self.location
-
-    def reserve_space(self, rows: Tensor, batch: LookupBatch | None) -> None:
-        """Do nothing: memory has room for every row."""
 
     def flush(self) -> None:
         """Write changed records to storage, and wait until they are there."""

@@ -5,9 +5,10 @@ does. The index is where decisions are made. Records are in the memory of the co
 for the decisions, reads missing records, gives the writer copies of changed ones that they replace, and fills
 the slots.
 
-A `Reservation` keeps the rows of a prefetched batch in their slots until it is released. Training on reserved
-rows takes no lock: another thread may hold the lock for as long as the disk takes. Every other access holds
-the lock, and is ordered after the one before on the device, too, since threads use different streams.
+A `Reservation` keeps the rows of a prefetched batch in their slots until it is released. Lookups and updates
+of reserved rows take no lock, because the thread that reads the file holds it for as long as the disk takes;
+`reserve_space` takes it only if the journal must grow. Every other access takes the lock. Threads use
+different streams, so that each access also waits for the event of the one before (`_ordered`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -29,7 +30,7 @@ from flatbed.kernels import NONE, RecordLocation, UniqueRows, use_triton
 from flatbed.kernels import rows as ops
 from flatbed.kernels.cache import CacheIndex, Placement, assign, decide, keep, take_back
 from flatbed.tables.cache.base import LookupBatch
-from flatbed.tables.cache.write_behind import PendingCopy, WriteBehind, WriteThrough
+from flatbed.tables.cache.write_behind import MemoryWriter, PendingCopy, WriteBehind
 from flatbed.tables.storage.base import Storage
 
 if TYPE_CHECKING:
@@ -48,11 +49,10 @@ class Reservation:
     rows: Tensor
     """The unique rows on the index's device; kernels pad them with -1."""
     n_rows: int
-    epoch: int
-    """Of the cache: after a change of epoch the slots are others."""
     ready: torch.cuda.Event | None
     """Recorded when the records have been copied to the device."""
-    is_released: bool = False
+    is_live: bool = True
+    """False once it is released, or the cache was emptied."""
 
 
 @dataclass(slots=True)
@@ -76,7 +76,7 @@ class HostCopyCache:
         index: CacheIndex,
         *,
         device: torch.device,
-        writer: WriteBehind | WriteThrough,
+        writer: WriteBehind | MemoryWriter,
     ) -> None:
         """Use an index, which the writer shares, on `device` if it has kernels, otherwise on the host."""
         self.storage, self.index, self.writer, self.device = storage, index, writer, device
@@ -85,14 +85,12 @@ class HostCopyCache:
         self.in_graphs = False
         self.records = torch.empty((n_slots, storage.record.nbytes), dtype=torch.uint8, device=device)
         self.lock = OrderedLock("cache")
-        self.epoch = 0
         self.retired = False
         """True once the table has another cache."""
         self._live: set[Reservation] = set()
         self._released: deque[tuple[Reservation, torch.cuda.Event | None]] = deque()
         self._last: torch.cuda.Event | None = None  # end of the last access
         self._unmoved: Unmoved | None = None
-        self._n_ticks = 0  # the index's clock
         self._kernels: ModuleType | None = None
         self.location: RecordLocation | None = None
         """For kernels, which are given cached rows only; None without kernels."""
@@ -104,9 +102,9 @@ class HostCopyCache:
 
     @contextmanager
     def _ordered(self) -> Iterator[None]:
-        """Order the current stream after the access before, and take an admission back that did not end.
+        """Make the current stream wait for the access before, and take back an admission that did not end.
 
-        The caller takes the lock itself: Ctrl-C as this ends could leave the lock taken.
+        The caller takes the lock: if this did, Ctrl-C at its end could leave the lock taken.
         """
         on_gpu = self.device.type == "cuda"
         stream = torch.cuda.current_stream(self.device) if on_gpu else None
@@ -130,7 +128,10 @@ class HostCopyCache:
     ) -> tuple[UniqueRows, None]:
         """Waits for the device: the host reads the records."""
         with self.lock, self._ordered():
-            return self._admit(keys, first_error, on_checked)[0], None
+            found, _ = self._admit(keys, first_error)
+        if on_checked is not None:
+            on_checked()
+        return found, None
 
     def reserve(self, ids: Tensor) -> Reservation | None:
         """Admit the rows of ids, and keep them in their slots.
@@ -148,7 +149,7 @@ class HostCopyCache:
             on_gpu = self.device.type == "cuda"
             rows = unique.rows.to(self.index.clock.device)
             ready = torch.cuda.current_stream(self.device).record_event() if on_gpu else None
-            reservation = Reservation(keys, unique, rows, placement.n_rows, self.epoch, ready)
+            reservation = Reservation(keys, unique, rows, placement.n_rows, ready)
             self._live.add(reservation)
             return reservation
 
@@ -158,26 +159,26 @@ class HostCopyCache:
         if self.index.direct or n_kept + keys.numel() <= self.n_slots:
             return True
         # Rows that are in several batches, or repeated in this one, count once. Waits for the device.
-        self._begin_tick()
-        index, tick = self.index, self._n_ticks
-        index.clock.fill_(tick)
+        index = self.index
+        self._keep_reserved()
+        index.clock += 1
         rows = ops.unique(keys, self.n_rows).rows.to(index.clock.device)
         slots = index.slot_of_row[rows[rows >= 0]].long()
-        n_others = (index.stamp >= tick).sum() - (index.stamp[slots[slots >= 0]] >= tick).sum()
+        is_kept = index.stamp >= index.clock
+        n_others = is_kept.sum() - is_kept[slots[slots >= 0]].sum()
         return int(n_others) + len(slots) <= self.n_slots
 
-    def _begin_tick(self) -> None:
+    def _keep_reserved(self) -> None:
         """Keep the slots of live reservations at the next tick of the clock, which the caller advances."""
-        self._n_ticks += 1
         for one in self._live:
             if self._kernels is not None:
-                self._kernels.keep(self.index, one.rows, self._n_ticks)
+                self._kernels.keep(self.index, one.rows)
             else:
-                keep(self.index, one.rows.numpy(), self._n_ticks)
+                keep(self.index, one.rows.numpy())
 
     def release(self, reservation: Reservation, after: torch.cuda.Event | None) -> None:
         """Let the rows be evicted after an event. Takes no lock: the garbage collector may call this."""
-        reservation.is_released = True
+        reservation.is_live = False
         self._released.append((reservation, after))
 
     def _end_released(self, stream: torch.cuda.Stream | None) -> None:
@@ -191,61 +192,55 @@ class HostCopyCache:
     def protects(self, batch: LookupBatch | None) -> bool:
         if batch is None or batch.cache is not self or batch.admission is None:
             return False
-        return bool(batch.admission.epoch == self.epoch) and not batch.admission.is_released
+        return all(reservation.is_live for reservation in batch.admission)
 
     def prefetch(
         self, ids: Tensor, *, window: int, reservation: Reservation | None
-    ) -> tuple[Tensor, UniqueRows, Reservation] | None:
-        """Return keys and unique rows of a batch whose rows are reserved; None without a reservation."""
-        if reservation is None or reservation.epoch != self.epoch:
+    ) -> tuple[Tensor, UniqueRows, list[Reservation]] | None:
+        """Make the current stream wait for the records of a reservation; None if there is none.
+
+        Returns its keys, its unique rows, and the admission. `ids` and `window` are for `GpuCache`.
+        """
+        if reservation is None or not reservation.is_live:
             return None
         if reservation.ready is not None:
             torch.cuda.current_stream(self.device.index).wait_event(reservation.ready)
-        return reservation.keys, reservation.unique, reservation
+        return reservation.keys, reservation.unique, [reservation]
 
     def issue_moves(self) -> None:
         """Do nothing: `reserve` has moved the records."""
 
-    def oldest(self, batches: list[LookupBatch]) -> LookupBatch | None:
-        """Return None: a reservation is for the rows of one batch."""
-        return None
+    def covering(self, batches: list[LookupBatch]) -> LookupBatch | None:
+        if not all(map(self.protects, batches)):
+            return None  # and keeps no memory of reservations that have ended
+        return replace(batches[0], admission=[one for batch in batches for one in batch.admission])
 
-    def _admit(
-        self,
-        keys: Tensor,
-        first_error: Tensor | None = None,
-        on_checked: Callable[[], None] | None = None,
-    ) -> tuple[UniqueRows, Placement]:
+    def _admit(self, keys: Tensor, first_error: Tensor | None = None) -> tuple[UniqueRows, Placement]:
         """Find the unique rows of keys, and admit them; fewer, if there are not enough slots."""
         if not keys.numel():
             none = np.empty(0, np.int64)
             return ops.unique(keys, self.n_rows), Placement(none, none, none, 0, is_whole=True)
-        self._begin_tick()
         try:
-            unique, placement = self._decide(keys, first_error, on_checked)
+            self._keep_reserved()
+            unique, placement = self._decide(keys, first_error)
             self._move_records(placement)
             self._unmoved = None
         except BaseException:
             self._take_back_unmoved()
-            self.index.clock.fill_(self._n_ticks)  # it may not have been advanced
+            self.index.clock += 1  # in case that it was not advanced: the slots would be kept for longer
             raise
         return unique, placement
 
-    def _decide(
-        self, keys: Tensor, first_error: Tensor | None, on_checked: Callable[[], None] | None
-    ) -> tuple[UniqueRows, Placement]:
+    def _decide(self, keys: Tensor, first_error: Tensor | None) -> tuple[UniqueRows, Placement]:
         """Find the unique rows of keys, and give slots to missing ones."""
         if self._kernels is not None:
-            # Whatever has been launched when this is interrupted, the memory says what to take back.
+            # After an interruption, this memory lists the slots that kernels have assigned.
             decided = self._kernels.Decisions.allocate(keys.numel(), self.device)
             decided.placed.fill_(NONE)
             self._unmoved = Unmoved(decided)
-            checks = {"first_error": first_error, "on_checked": on_checked}
-            self._kernels.decide(self.index, keys, 0, out=decided, **checks)
+            self._kernels.decide(self.index, keys, 0, first_error=first_error, out=decided)
             return decided.found, self._on_host(decided)
         unique = ops.unique(keys, self.n_rows, first_error)
-        if on_checked is not None:
-            on_checked()
         rows = unique.rows.to(CPU)
         placement = decide(self.index, rows[rows >= 0].numpy())
         self._unmoved = Unmoved(placement)
@@ -267,7 +262,8 @@ class HostCopyCache:
         if not len(placement.rows):
             return
         rows, victims = torch.from_numpy(placement.rows), placement.victims
-        # First: its rows may be read again. Rows evicted now are not among those read, so both go on at once.
+        # The write before ends first, because its rows may be read now. This batch evicts no row that it
+        # reads, so that its read and its write overlap.
         self.writer.finish()
         with self.writer.reading(rows, pin=self.device.type == "cuda") as read:
             changed = victims >= 0
@@ -314,11 +310,11 @@ class HostCopyCache:
 
     # ---- rows
 
-    def location_for(self, batch: LookupBatch | None, *, update: bool) -> RecordLocation | None:
+    def location_for(self, batch: LookupBatch | None) -> RecordLocation | None:
         """Return where kernels find the rows of a reserved batch; None for other rows."""
         return self.location if self.protects(batch) else None
 
-    def reserve_space(self, rows: Tensor, batch: LookupBatch | None) -> None:
+    def reserve_space(self, rows: Tensor) -> None:
         """Raise if a full disk has no room for changes of rows, before a step begins to change them."""
         if not self.writer.claim_room(len(rows)):
             with self.lock, self._ordered():
@@ -349,7 +345,7 @@ class HostCopyCache:
         """Replace records; those in storage first, since that may fail."""
         with self.lock, self._ordered():
             self.writer.finish()
-            self.reserve_space(ids, None)
+            self.reserve_space(ids)
             slots = self._slots(ids)
             cached = slots >= 0
             records = records.to(self.device)
@@ -400,7 +396,8 @@ class HostCopyCache:
             self.writer.retire()
 
     def _clear(self) -> None:
-        self.epoch += 1
+        for reservation in self._live:
+            reservation.is_live = False
         self._live.clear()
         self.index.clear()
         self._unmoved = None

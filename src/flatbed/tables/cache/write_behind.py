@@ -49,8 +49,8 @@ class PendingWrite:
     done: Future[None]
 
 
-class WriteThrough:
-    """Writes evicted records to a storage in memory, in the calling thread."""
+class MemoryWriter:
+    """Reads missing records of a storage in memory, and writes evicted ones, in the calling thread."""
 
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
@@ -88,10 +88,10 @@ class CachedChanges:
         self.pending: PendingWrite | None = None
 
     def rows(self) -> NDArray[np.int64]:
-        """Return changed rows, of which the journal may have some. Waits for the pending write.
+        """Return the changed rows of the cache; the journal may have some of them.
 
-        On a GPU, without the changes of work that goes on. This waits for no such work: at exit, it may
-        never end. The garbage collector may call this in any thread, also while a CUDA graph is captured.
+        Waits for the pending write, but not for work on the GPU, which may never end at exit: its changes
+        are left out. The garbage collector may call this in any thread, also while a CUDA graph is captured.
         """
         index, rows = self.index, np.empty(0, np.int64)
         if index is not None:
@@ -163,7 +163,7 @@ class WriteBehind:
             wait([pending.done])
 
     def claim_room(self, n_rows: int) -> bool:
-        """Return True if so many rows can certainly change, and count them then. Needs no lock."""
+        """Count changes of n_rows, and return True, if the journal has room for them. Needs no lock."""
         pending = self._changes.pending
         has_failed = pending is not None and pending.done.done() and pending.done.exception() is not None
         if has_failed or not self.storage.has_room(self._n_unjournaled + n_rows):
@@ -190,7 +190,7 @@ class WriteBehind:
 
     @property
     def _n_unjournaled(self) -> int:
-        """At most so many changed rows are not in the journal: one per slot, and those of one write."""
+        """Upper bound of changed rows that are not in the journal: one per slot, and those of one write."""
         return min(self._n_changed, 2 * self._n_slots)
 
     def clear(self) -> None:
