@@ -4,7 +4,7 @@ Streams of one device
 
 | stream | work | thread |
 |---|---|---|
-| training: the user's current stream | lookups, backward passes, steps | training thread |
+| training: the user's current stream | lookups, their admissions, backward passes, steps | training thread |
 | "batches" | copies of batches, and of rows of a `RowReader` | loader thread; that of the reader |
 | "rows" | admissions ahead of time: decisions; copies of batches that this thread loads | training thread |
 | "records" | admissions ahead of time: moves of records | training thread |
@@ -28,12 +28,16 @@ Events between them, and the reason for each
 | training, at such work | "rows" | the next admission may evict these rows |
 | `Reservation.ready`, after records were copied to the device | "rows" | the lookup reads them |
 | `HostCopyCache._last`, after an access | "files", training | the next access sees its records |
-| training, at `RowPrefetch.finish` | "files" | the released rows may be evicted |
+| training, at `RowPrefetch.finish` | "files", training | the next access may evict the released rows |
 | the loader's stream, before copies | "batches" | the loader made tensors of the batch on a GPU |
 | `arrived`, for loaders that reuse memory | the loader's stream | the loader writes to these tensors again |
 | "scan", after a block | training | `topk` compares queries with the block |
 | "batches", after the copy of rows | training | the caller of the `RowReader` uses them |
 | training, before and after a warm-up | "captures", training | the warm-up is a step of the training |
+
+A table on disk has threads for its file: up to 16 that copy rows, and one that writes to the journal. The
+second loader thread waits for decisions of the GPU, and the writer thread for copies of evicted records, both
+by `PendingCopy`. The next admission waits for the writer thread (`WriteBehind.finish`).
 
 `record_stream` tells torch's allocator of memory that another stream uses. Each call costs later allocations
 a query of the GPU, 50 to 70 µs per step on a slow host. So batches that the training thread loads have none:

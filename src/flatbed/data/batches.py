@@ -164,9 +164,9 @@ class MovedBatch:
     has_objects: bool
     """The batch may have objects that are to be moved by their own `to`."""
     targets: list[Tensor] = field(default_factory=list)
-    """Tensors that own the memory that is copied to on a GPU."""
+    """Tensors on a GPU that copies fill. Tensors of the batch may be views of them."""
     others: list[Tensor] = field(default_factory=list)
-    """Tensors that own other memory of the batch on a GPU."""
+    """Tensors of the batch on a GPU that no copy fills."""
     copies: list[Copy] = field(default_factory=list)
     """Copies that were not issued yet."""
     arrived: Any = None

@@ -93,10 +93,10 @@ class LoaderRanks:
         self._n_taken += 1
 
     def find_departed(self, number: int | None) -> tuple[int, str] | None:
-        """Return the rank that this one waits for in vain, and the reason.
+        """Return a rank that has left the loop, and that this one still waits for, with the reason.
 
-        `number`: the exchange ahead of time that the training thread waits to use, if any. If it is of this
-        loop, a rank that has left does not use it. It may make other lookups, after the loop.
+        `number`: the prefetched exchange that the training thread waits for; None for another one. A rank
+        that has left takes no part in exchanges of this loop. It may take part in later lookups.
         """
         if self._left is None:
             note = read_note(default_store(), self._key)

@@ -48,9 +48,9 @@ The loader thread would take the interpreter lock from the training thread in ev
 with a slow host, that cost 0.2 to 0.7 ms of each step; the copy takes less than 0.2 ms.
 """
 INLINE_SECONDS = 0.01
-"""After a longer wait for a worker process, except in the first `next`, threads load the batches.
+"""The longest wait for a worker process in the training thread, except in the first `next`.
 
-They let the training thread go on with the batches that are ready.
+After a longer one, threads load the batches, so that the training thread can use those that are ready.
 """
 
 

@@ -35,7 +35,8 @@ def prepare_lookup(
     """Check ids and find their unique rows. With `records_grad`, the rows are admitted to the table's cache.
 
     Ids out of range: those on the host raise here, those on a GPU raise later (`DeferredIdChecks`).
-    For a bag of a table with a padding row, the first unique row is -1, in place of the padding row.
+    For a bag of a table with a padding row, a key in front of the ids stands for all padding ids. The first
+    unique row is then -1.
     """
     check_values_exist("a lookup")
     store, checks = table._store, table._deferred_checks
@@ -351,9 +352,9 @@ class RowPrefetch:
     # ---- in the training thread
 
     def admit(self, request: PrefetchRequest, moved: Mapping[int, Tensor]) -> None:
-        """Admit rows to the cache in the current stream, or take those that `read` has reserved.
+        """Admit rows to the cache in the current stream; for a table on disk, use the reservation of `read`.
 
-        Lookups whose rows cannot be kept get no batch.
+        A lookup whose rows cannot be kept gets no batch.
 
         `moved` has the request's tensors on the computing device, by the id of each. The current stream is
         ordered after their copies, and after the training work on batches before the one handed out next.
@@ -422,11 +423,11 @@ class RowPrefetch:
     # ---- in any thread
 
     def finish(self, request: PrefetchRequest, *, is_left: bool = False) -> None:
-        """End the lookups: they are no longer found. Idempotent. The request keeps the memory of admissions.
+        """Remove the lookups from the table's prefetched batches, and release their reservations. Idempotent.
 
-        If the loop `is_left`, no later `next` orders "rows" after the moves and the last step, so
-        `record_stream` keeps the memory. Reservations in the cache of a disk table end after the training
-        work issued so far. In a `GpuCache`, windows alone decide which rows may be evicted.
+        A reservation ends after the training work issued so far. (A `GpuCache` has windows instead.) The
+        request still holds the memory of its admissions. If the loop `is_left`, no later `next` orders
+        "rows" after the last use of that memory, so `record_stream` keeps it.
         """
         reserved = []
         for lookup in request.lookups:
