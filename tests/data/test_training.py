@@ -136,6 +136,27 @@ def test_a_disk_table_is_not_read_after_the_loop(tmp_path: Path) -> None:
         assert wait_until(lambda: not threads())
 
 
+@pytest.mark.parametrize("storage", ["host", "disk"])
+def test_batches_of_a_list_that_change_after_their_rows_were_read(
+    storage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lookups have the rows of the ids as they are then."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu":
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+    path = tmp_path / "a.bed" if storage == "disk" else None
+    emb = flatbed.Embedding(ROWS, DIM, storage=storage, path=path, cache_rows=40, device=device)
+    weight = emb.read_rows(torch.arange(ROWS))
+    given = [torch.arange(4, device=device) + 4 * n for n in range(3)]
+    for number, ids in enumerate(Prefetcher(given, {emb: lambda b: b}, depth=1)):
+        assert torch.equal(emb(ids), weight[ids.cpu()].to(device)), number
+        if number == 0:
+            live = emb.table._store.cache._live if storage == "disk" else [None] * 2  # type: ignore[union-attr]
+            assert wait_until(lambda live=live: len(live) == 2)  # type: ignore[misc]
+            given[1].fill_(7)
+    emb.table.close(discard=True)
+
+
 @pytest.mark.parametrize("cache_rows", [0, 6])
 def test_files_that_are_replaced_in_the_loop(cache_rows: int, tmp_path: Path) -> None:
     emb = flatbed.Embedding(20, 4, storage="disk", path=tmp_path / "a.bed", cache_rows=cache_rows, seed=0)

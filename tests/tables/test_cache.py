@@ -86,6 +86,24 @@ def test_lfu_forgets_old_uses(where: str) -> None:
     assert not cached_rows(emb) & {0, 1}
 
 
+@pytest.mark.parametrize("policy", ["lru", "lfu"])
+@pytest.mark.parametrize(("n_slots", "n_missing"), [(40, 40), (300, 150), (1000, 3), (300, 400)])
+def test_every_free_slot_is_found(n_slots: int, n_missing: int, policy: str, kernel_device: str) -> None:
+    """Also if so many are kept that random draws miss the others; no slot is given twice."""
+    emb = made(2000, n_slots, policy, device=kernel_device)
+    cache = cache_of(emb)
+    kept = torch.arange(max(0, n_slots - n_missing), device=kernel_device)
+    assert prefetch(cache, kept, 0) is not None
+    missing = torch.arange(1000, 1000 + n_missing, device=kernel_device)
+    found = kernels.decide(cache.index, missing.to(torch.int32), 1)
+    slots = found.slots[:n_missing]
+    given = slots[slots >= 0].tolist()
+    assert len(set(given)) == len(given) == min(n_missing, n_slots)
+    assert {int(row) for row in cache.index.row_of_slot[slots[slots >= 0]]} <= set(missing.tolist())
+    assert set(kept.tolist()) <= cached_rows(emb)
+    cache.index.moving = False
+
+
 # ---- decisions of an index on the host
 
 

@@ -203,6 +203,18 @@ def test_full_disk_does_not_stop_the_next_checkpoint(
     assert torch.equal(flatbed.load_table(tmp_path / "wide").read_rows(range(MANY)), expected.cpu())
 
 
+def test_a_journal_reserves_no_more_than_rows_that_were_in_the_cache(tmp_path: Path) -> None:
+    """Rows that change in every step count once."""
+    emb, optimizer = wide(tmp_path, 1000)
+    before = (tmp_path / "wide.journal").stat().st_size
+    for number in range(60):
+        step(emb, optimizer, part(number % 2))
+        if number == 30:
+            emb.table.checkpoint()
+    assert (tmp_path / "wide.journal").stat().st_size == before
+    emb.table.close(discard=True)
+
+
 def test_a_journal_reserves_no_more_than_all_rows(tmp_path: Path) -> None:
     """Its room is for twice the slots of the cache, and for the rows of a step."""
     emb, optimizer = wide(tmp_path, 1000)

@@ -435,9 +435,11 @@ def meta_by_default() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("meta_by_default")
+@pytest.mark.parametrize("cache_rows", [0, 4])
 @pytest.mark.parametrize("storage", STORAGES)
-def test_default_device_is_ignored(storage: str, tmp_path: Path) -> None:
-    emb = made(storage, tmp_path, device="cpu", padding_idx=1)
+def test_default_device_is_ignored(storage: str, cache_rows: int, tmp_path: Path) -> None:
+    cached = {"cache_rows": cache_rows} if storage != "device" else {}
+    emb = made(storage, tmp_path, device="cpu", padding_idx=1, **cached)
     bag = flatbed.EmbeddingBag.from_table(emb.table)
     for options in ({"max_norm": 1.0}, {"per_row_steps": True}):
         emb.table.drop_state()

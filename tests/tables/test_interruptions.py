@@ -17,12 +17,15 @@ import torch
 from torch import Tensor
 
 import flatbed
+from tests.data.fakes import wait_until
 from tests.tables.tables import everything
 
 SOURCE = str(Path(flatbed.__file__).parent)
 ROWS, DIM = 24, 3
 BATCHES = [[1, 2, 3, 4], [5, 1, 23, 6], [7, 2, 8, 8, 1, 9]]
 APART = 4  # calls between two interruptions
+IN_FINALIZERS = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+"""For interruptions in finalizers, which Python ignores."""
 
 
 def interrupted(
@@ -153,6 +156,77 @@ def test_interrupted_step_leaves_no_lock(cache_rows: int, tmp_path: Path) -> Non
         number += 1
     emb.table.close(discard=True)
     assert number > 100
+
+
+def test_rows_after_an_interrupted_change_of_the_cache(tmp_path: Path) -> None:
+    """Training goes on, and `close` saves all rows."""
+    number = 1
+    while True:
+        emb, optimizer = made("disk", tmp_path / str(number))
+        step(emb, optimizer, BATCHES[0])
+        if not interrupted(partial(emb.table.set_cache, 8), number):
+            break
+        emb.table.checkpoint()
+        step(emb, optimizer, BATCHES[1])
+        expected = records(emb)
+        assert not emb.table._store.cache.retired, number
+        emb.table.close()
+        again = flatbed.Embedding.from_table(flatbed.load_table(tmp_path / str(number) / "table"))
+        assert torch.equal(records(again), expected), number
+        again.table.close(discard=True)
+        number += 1
+    emb.table.close(discard=True)
+    assert number > 30
+
+
+@IN_FINALIZERS
+def test_steps_after_the_creation_of_the_journal_was_interrupted(tmp_path: Path) -> None:
+    number, within = 1, (f"{SOURCE}/tables/storage/disk", f"{SOURCE}/tables/files.py")
+    while True:
+        emb, optimizer = made("disk", tmp_path / str(number))
+        emb(torch.tensor(BATCHES[0])).sum().backward()
+        if not interrupted(optimizer.step, number, within):
+            break
+        optimizer.zero_grad()
+        step(emb, optimizer, BATCHES[0])
+        emb.table.checkpoint()
+        emb.table.close(discard=True)
+        number += 1
+    emb.table.close(discard=True)
+    assert number > 20
+
+
+@IN_FINALIZERS
+@pytest.mark.usefixtures("kernel_device")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are not interpreted")
+def test_an_interrupted_loop_keeps_no_reservation(tmp_path: Path) -> None:
+    """Prefetches of later loops have the whole cache."""
+    batches = [torch.tensor([10, 11, 12, 13]), torch.tensor([14, 15, 16, 17]), torch.tensor([1, 2, 3, 4])]
+
+    def loop(emb: Any, optimizer: Any) -> None:
+        for ids in flatbed.Prefetcher(batches, {emb: lambda ids: ids}, depth=1):
+            emb(ids).sin().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    number, within = 1, (f"{SOURCE}/tables/lookup.py", f"{SOURCE}/data/pipeline.py")
+    while True:
+        emb, optimizer = made("disk", tmp_path / str(number), cache_rows=8)
+        step(emb, optimizer, [5])
+        if not interrupted(partial(loop, emb, optimizer), number, within):
+            break
+        gc.collect()
+        cache = emb.table._store.cache
+
+        def n_live(cache: Any = cache) -> int:
+            with cache.lock, cache._ordered():
+                return len(cache._live)
+
+        assert wait_until(lambda n_live=n_live: n_live() == 0), number  # type: ignore[misc]
+        emb.table.close(discard=True)
+        number += 9
+    emb.table.close(discard=True)
+    assert number > 60
 
 
 @pytest.mark.usefixtures("kernel_device")

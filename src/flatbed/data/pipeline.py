@@ -65,16 +65,16 @@ class PendingBatch:
     """The event after copies, admissions and moves of records; None on a CPU, or with a depth of 0."""
 
     def finish(self, *, is_left: bool = False) -> None:
-        """End all requests, each once, also if two threads do so.
+        """End all requests. Two threads may do so, and an interruption leaves those that have not ended.
 
         `is_left`: the loop ends while this batch is in use, or waits to be used.
         """
-        while True:
-            try:
-                prefetch, request = self.requests.popleft()
-            except IndexError:
-                return
+        for prefetch, request in [*self.requests]:
             prefetch.finish(request, is_left=is_left)
+            with suppress(ValueError):
+                self.requests.remove((prefetch, request))
+
+    __del__ = finish  # of a batch that an interruption took out of a queue
 
 
 @dataclass(slots=True)

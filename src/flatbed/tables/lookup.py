@@ -77,7 +77,7 @@ def prepare_lookup(
 
 def _find_prefetched(table: Table, ids: Tensor, *, records_grad: bool) -> LookupBatch | None:
     """Return the prefetched batch that was made of these ids, if their memory has not changed since."""
-    version = -1 if ids.is_inference() else ids._version
+    version = _version(ids)
     for batch in table._prefetched:
         own = batch.ids
         if own is None or version != batch.version:
@@ -95,6 +95,11 @@ def _find_prefetched(table: Table, ids: Tensor, *, records_grad: bool) -> Lookup
         if records_grad and batch.cache is not None and batch.cache.protects(batch):
             return batch
     return None
+
+
+def _version(ids: Tensor) -> int:
+    """Return how often torch has changed the memory of ids."""
+    return -1 if ids.is_inference() else ids._version
 
 
 def _prepare_sharded(
@@ -224,6 +229,8 @@ class LookupRequest:
 
     source: Tensor
     """The ids as they are in the batch."""
+    version: int
+    """That of `source` before its ids were read."""
     n_ids: int
     """How many are looked up in the rows of this rank."""
     rows: Tensor | None
@@ -279,7 +286,7 @@ class RowPrefetch:
         request, n_rows = PrefetchRequest([], ids), self.table.num_embeddings
         needs_rows = self._reads_pages or self.table._shards is not None
         for one in ids:
-            sought = as_ids(one.cpu())
+            version, sought = _version(one), as_ids(one.cpu())
             try:
                 check_range(sought, n_rows)
             except IndexError as error:
@@ -287,7 +294,7 @@ class RowPrefetch:
                     raise IndexError(f"the lookups of {self.table!r}: {error}") from None
                 request.is_in_range = False
             rows = torch.unique(sought) if needs_rows else None
-            request.lookups.append(LookupRequest(one, sought.numel(), rows))
+            request.lookups.append(LookupRequest(one, version, sought.numel(), rows))
         return request
 
     def exchange(self, request: PrefetchRequest, channel: Channel) -> None:
@@ -337,7 +344,7 @@ class RowPrefetch:
                 if stream is not None:
                     ids.record_stream(stream)  # type: ignore[arg-type,unused-ignore]
                 try:
-                    reservation = cache.reserve(ids.flatten())
+                    reservation = cache.reserve(ids)
                 except FlatbedError:
                     self.finish(request)
                     if not cache.retired:  # otherwise the file was replaced
@@ -383,7 +390,7 @@ class RowPrefetch:
                 lookup.batch = self._exchanged_batch(ids, lookup, moved)
             if lookup.batch is not None:
                 lookup.batch.ids = ids
-                lookup.batch.version = -1 if ids.is_inference() else ids._version
+                lookup.batch.version = lookup.version if ids is lookup.source else _version(ids)
 
     def issue_moves(self, request: PrefetchRequest) -> None:
         """Let records move, in a stream that is ordered after the one of `admit`."""
@@ -429,22 +436,22 @@ class RowPrefetch:
         request still holds the memory of its admissions. If the loop `is_left`, no later `next` orders
         "rows" after the last use of that memory, so `record_stream` keeps it.
         """
-        reserved = []
         for lookup in request.lookups:
             if lookup.batch is not None:
                 with suppress(ValueError):
                     self.table._prefetched.remove(lookup.batch)
-            if lookup.reserved is not None:
-                reserved.append(lookup.reserved)
             if is_left:
                 self._keep_memory(lookup)
-            lookup.reserved = None
+        reserved = [lookup for lookup in request.lookups if lookup.reserved is not None]
         after, stream = None, self._training_stream
         if reserved and stream is not None:
             with torch.cuda.stream(stream):
                 after = None if is_capturing(self.store.device) else stream.record_event()
-        for cache, reservation in reserved:
-            cache.release(reservation, after)
+        for lookup in reserved:
+            cache, reservation = lookup.reserved or (None, None)
+            if cache is not None and reservation is not None:  # another thread may finish it, too
+                cache.release(reservation, after)
+            lookup.reserved = None  # last: an interruption would keep the rows for good
 
     def _keep_memory(self, lookup: LookupRequest) -> None:
         """Keep the memory of admissions until the streams other than "rows" have used it."""

@@ -500,8 +500,9 @@ class RowStore:
         cache = self.cache
         if cache is None:
             return
-        cache.retire()
+        cache.drop()
         self.cache = None
+        cache.retire()  # last: an interruption before leaves a cache that can be used
         if cache.in_graphs:
             self._captured += [cache, self._storage]
         if cache.in_graphs and not closing:

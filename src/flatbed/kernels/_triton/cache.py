@@ -153,24 +153,23 @@ def select_victims_kernel(
             open_ = open_ & (won == 0)
             left = tl.sum(open_.to(tl.int32), 0)
             turn += 1
-        # Nearly all slots are kept: look at every one, a block at a time, until none is free.
-        turn = 0
-        n_free = 1
-        while (left > 0) & (n_free > 0) & (turn < BLOCK):
-            n_free = 0
-            at = tl.zeros([], tl.int64) + first
-            while (left > 0) & (at < first + n_slots):
-                best = (at + (i + turn) % BLOCK) % n_slots  # each row looks at another slot in each turn
-                free = tl.load(stamp_ptr + best) < floor
-                n_free += tl.sum(free.to(tl.int32), 0)
-                wanted = open_ & free
-                before = tl.atomic_max(stamp_ptr + best, tl.zeros([BLOCK], tl.int64) + tick, mask=wanted)
-                won = wanted & (before < floor)
-                slot = tl.where(won, best, slot)
+        # Nearly all slots are kept: look at every one, a block at a time. Few rows are left.
+        at = tl.zeros([], tl.int64) + first
+        while (left > 0) & (at < first + n_slots):
+            seen = at + tl.arange(0, BLOCK)
+            stamp = tl.load(stamp_ptr + seen % n_slots)
+            free = (seen < first + n_slots) & (stamp < floor)
+            n_free = tl.sum(free.to(tl.int32), 0)
+            while (left > 0) & (n_free > 0):
+                chosen = tl.max(tl.where(free, seen, -1), 0)
+                before = tl.atomic_max(stamp_ptr + chosen % n_slots, tick)
+                won = (i == tl.max(tl.where(open_, i, -1), 0)) & (before < floor)
+                slot = tl.where(won, chosen % n_slots, slot)
                 open_ = open_ & (won == 0)
                 left = tl.sum(open_.to(tl.int32), 0)
-                at += BLOCK
-            turn += 1
+                free = free & (seen != chosen)
+                n_free -= 1
+            at += BLOCK
         taken = (i < n) & (slot >= 0)
         old = tl.load(row_of_slot_ptr + slot, mask=taken, other=-1)
         dirty = tl.load(dirty_ptr + slot, mask=taken, other=0)

@@ -24,7 +24,7 @@ TYPES = {
 }
 
 Launch = Callable[..., None]
-_triton_lock = threading.RLock()  # Triton compiles, and interprets, in one thread at a time
+_triton_lock = threading.RLock()  # Triton compiles, loads and interprets in one thread at a time
 INT32 = 1 << 31
 
 
@@ -128,8 +128,8 @@ class Kernel:
         """
         with _triton_lock:
             compiled = self.function.warmup(*args, *self.constants, num_warps=self.num_warps, grid=(1,))
-        run = compiled.run  # first: Triton loads the module then
-        self._compiled[key] = run, compiled.function, compiled.packed_metadata
+            run = compiled.run  # first: Triton loads the module then
+            self._compiled[key] = run, compiled.function, compiled.packed_metadata
         return self._compiled[key]
 
 

@@ -250,7 +250,8 @@ class GpuCache:
         self.flush()
         self.abandon()
 
-    retire = drop
+    def retire(self) -> None:
+        """End the use of an empty cache: the table has another one, or none."""
 
     def abandon(self) -> None:
         """Empty the cache without writing changed records back."""

@@ -140,7 +140,7 @@ class HostCopyCache:
         other reservations, or if the table has another cache.
         """
         with self.lock, self._ordered():
-            keys = ids.to(ops.key_dtype(self.n_rows, ids.device))
+            keys = ids.flatten().to(ops.key_dtype(self.n_rows, ids.device))
             if self.retired or not self._has_room(keys):
                 return None
             unique, placement = self._admit(keys)
@@ -378,11 +378,8 @@ class HostCopyCache:
             self._clear()
 
     def retire(self) -> None:
-        """Drop the cache for good: the table is about to have another one."""
-        with self.lock:
-            self.drop()
-            self.retired = True
-            self.writer.retire()
+        self.retired = True
+        self.writer.retire()
 
     def abandon(self) -> None:
         """Empty the cache without writing changed records back, also after an interrupted admission."""
@@ -392,8 +389,7 @@ class HostCopyCache:
             self.writer.abandon()
             self._clear()
             self.writer.clear()
-            self.retired = True
-            self.writer.retire()
+            self.retire()
 
     def _clear(self) -> None:
         for reservation in self._live:

@@ -119,12 +119,15 @@ class WriteBehind:
         self.storage = storage
         self._changes = CachedChanges(index)
         self._n_slots = index.n_slots
-        self._n_changed = 0  # an upper bound: a row that changes in several steps counts in each
+        # Upper bounds, since the last `clear`. A row that changes in several steps counts in each.
+        self._n_changed = 0
+        self._n_cached = 0
         storage.count_also(self._changes.rows)
 
     @contextmanager
     def reading(self, rows: Tensor, *, pin: bool) -> Iterator[Read]:
         """Yield a function that returns the records of rows; of many rows, a thread reads them meanwhile."""
+        self._n_cached += len(rows)
         shape = (len(rows), self.storage.record.nbytes)
         memory = torch.empty(shape, dtype=torch.uint8, device="cpu", pin_memory=pin)
         if len(rows) < MANY:
@@ -177,12 +180,14 @@ class WriteBehind:
         Only if the disk is nearly full, changed rows are counted one by one, which waits for the device.
         """
         self.finish()
-        n = len(rows)
+        n, index = len(rows), self._changes.index
+        assert index is not None
         try:
-            self.storage.make_room(torch.empty(0, dtype=torch.int64), also=self._n_unjournaled + n)
+            none = torch.empty(0, dtype=torch.int64, device="cpu")
+            self.storage.make_room(none, also=self._n_unjournaled + n)
         except NoSpace:
-            if rows.is_cuda:
-                synchronize(rows.device)
+            if index.clock.is_cuda:
+                synchronize(index.clock.device)
             held = torch.from_numpy(self._changes.rows())
             self._n_changed = len(held)
             self.storage.make_room(torch.unique(torch.cat([held, rows[rows >= 0].cpu()])))
@@ -191,11 +196,11 @@ class WriteBehind:
     @property
     def _n_unjournaled(self) -> int:
         """Upper bound of changed rows that are not in the journal: one per slot, and those of one write."""
-        return min(self._n_changed, 2 * self._n_slots)
+        return min(self._n_changed, self._n_cached, 2 * self._n_slots)
 
     def clear(self) -> None:
-        """Forget the count: every changed row is in the journal, or dropped."""
-        self._n_changed = 0
+        """Count again: every changed row is in the journal, or dropped. Rows may still be in the cache."""
+        self._n_changed, self._n_cached = 0, min(self._n_cached, self._n_slots)
 
     def retire(self) -> None:
         """Free the index: the storage, which counts changed rows, outlives the cache."""

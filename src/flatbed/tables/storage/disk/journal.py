@@ -210,6 +210,9 @@ class Journal:
         if needed > MOST_ENTRIES:
             raise FlatbedError(f"{needed} rows changed since the last checkpoint; make one before going on")
         if self.file is None:
+            with suppress(FileNotFoundError):
+                if self.path.lstat().st_size == 0:  # an interruption of the next line has left it
+                    MappedFile.remove(self.path)
             self.file, self._is_named = MappedFile(self.path, create=True, mode=self._mode()), False
         file, twice = self.file, max(2 * self._capacity, (1 << 20) // self.nbytes)
         capacity = max(needed, min(twice, self.n_rows, MOST_ENTRIES))
