@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -134,6 +135,34 @@ def test_a_disk_table_is_not_read_after_the_loop(tmp_path: Path) -> None:
             emb.read_rows(batch)
         emb.table.close(discard=True)
         assert wait_until(lambda: not threads())
+
+
+@pytest.mark.parametrize("storage", ["host", "disk"])
+@pytest.mark.parametrize("padding_idx", [None, 1])
+def test_bags_find_their_prefetched_rows(
+    padding_idx: int | None, storage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lookup admits nothing, and so does not wait for the disk."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu":
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+    path = tmp_path / "a.bed" if storage == "disk" else None
+    options: dict[str, Any] = {"padding_idx": padding_idx, "seed": 1, "device": device}
+    bag = flatbed.EmbeddingBag(ROWS, DIM, storage=storage, path=path, cache_rows=60, **options)
+    plain = flatbed.EmbeddingBag(ROWS, DIM, storage="device", **options)
+    given = [torch.tensor([[1, 2, 1], [n + 5, n + 6, 1]]) for n in range(6)]
+    optimizers = [flatbed.optim.SGD(one, lr=0.1) for one in (bag, plain)]
+    cache = bag.table._store.ensure_cache(1)
+    admit = mock.Mock(side_effect=cache.admit)  # type: ignore[union-attr]
+    monkeypatch.setattr(cache, "admit", admit)
+    for ids in Prefetcher(given, {bag: lambda b: b}, depth=1):
+        for one, optimizer in zip((bag, plain), optimizers, strict=True):
+            one(ids).sin().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    admit.assert_not_called()
+    assert torch.equal(bag.read_rows(torch.arange(ROWS)), plain.read_rows(torch.arange(ROWS)))
+    bag.table.close(discard=True)
 
 
 @pytest.mark.parametrize("storage", ["host", "disk"])

@@ -44,8 +44,10 @@ def prepare_lookup(
     capturing = is_capturing(device)
     if records_grad and device.type == "cuda" and checks.graph_error is None and not capturing:
         checks.prepare_capture(device, n_rows)
-    if table._prefetched and lead is None and not capturing and isinstance(ids, Tensor):
-        batch = _find_prefetched(table, ids, records_grad=records_grad)
+    if table._prefetched and not capturing and isinstance(ids, Tensor):
+        if for_bag:
+            _check_bags(ids)
+        batch = _find_prefetched(table, ids, lead=lead, records_grad=records_grad)
         if batch is not None:
             return batch
     if isinstance(table._row_io, ShardedRowIO):
@@ -75,8 +77,13 @@ def prepare_lookup(
     return LookupBatch(given.shape, keys, found if lead is None else _without_lead(found), cache, admission)
 
 
-def _find_prefetched(table: Table, ids: Tensor, *, records_grad: bool) -> LookupBatch | None:
-    """Return the prefetched batch that was made of these ids, if their memory has not changed since."""
+def _find_prefetched(
+    table: Table, ids: Tensor, *, lead: int | None, records_grad: bool
+) -> LookupBatch | None:
+    """Return the prefetched batch that was made of these ids, if their memory has not changed since.
+
+    With a `lead`, the unique rows are found again; their records are in the cache.
+    """
     version = _version(ids)
     for batch in table._prefetched:
         own = batch.ids
@@ -91,9 +98,14 @@ def _find_prefetched(table: Table, ids: Tensor, *, records_grad: bool) -> Lookup
             continue
         batch = batch if batch.shape == ids.shape else replace(batch, shape=ids.shape)
         if isinstance(table._row_io, ShardedRowIO):
+            if lead is not None:
+                return None
             return table._row_io.exchange_again(LOOKUP[records_grad], batch, admits=records_grad)
         if records_grad and batch.cache is not None and batch.cache.protects(batch):
-            return batch
+            if lead is None:
+                return batch
+            found = unique(_with_lead(batch.keys, lead), table.num_embeddings)
+            return replace(batch, unique=_without_lead(found))
     return None
 
 
