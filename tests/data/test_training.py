@@ -137,6 +137,29 @@ def test_a_disk_table_is_not_read_after_the_loop(tmp_path: Path) -> None:
         assert wait_until(lambda: not threads())
 
 
+def test_a_cache_that_is_made_while_a_file_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread of a prefetcher may make it; it is over the file from before."""
+    emb = flatbed.Embedding(20, 4, storage="disk", path=tmp_path / "a.bed", cache_rows=8, init="zeros")
+    other = flatbed.Embedding(20, 4, storage="host", init="zeros")
+    other.write_rows(range(20), torch.full((20, 4), 7.0))
+    other.table.save(tmp_path / "other.safetensors")
+    emb(torch.arange(4))
+    store, forget = emb.table._store, emb.table._store.forget_cache
+
+    def forget_and_make(**options: Any) -> None:
+        forget(**options)
+        monkeypatch.undo()
+        assert store.ensure_cache(4) is not None
+
+    monkeypatch.setattr(store, "forget_cache", forget_and_make)
+    emb.table.load(tmp_path / "other.safetensors")
+    assert (emb(torch.arange(6)) == 7).all()
+    assert (emb.read_rows(range(20)) == 7).all()
+    emb.table.close(discard=True)
+
+
 @pytest.mark.parametrize("storage", ["host", "disk"])
 @pytest.mark.parametrize("padding_idx", [None, 1])
 def test_bags_find_their_prefetched_rows(

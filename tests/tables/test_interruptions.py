@@ -179,6 +179,32 @@ def test_rows_after_an_interrupted_change_of_the_cache(tmp_path: Path) -> None:
     assert number > 30
 
 
+@pytest.mark.usefixtures("kernel_device")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are not interpreted")
+@pytest.mark.parametrize("storage", ["host", "disk"])
+def test_a_cache_is_emptied_as_a_whole(storage: str, tmp_path: Path) -> None:
+    """Ctrl-C while its maps are emptied: the next use empties the rest."""
+    number = 1
+    while True:
+        emb, optimizer = made(storage, tmp_path / str(number), cache_rows=4)
+        twin, its = made("host", tmp_path, cache_rows=0)
+        step(emb, optimizer, [1, 2, 3, 4])
+        step(twin, its, [1, 2, 3, 4])
+        was_interrupted = interrupted(emb.table._store.cache.drop, number, f"{SOURCE}/kernels/cache.py")
+        for ids in ([3, 5], [1, 6, 7], [3, 8], [9, 10, 11, 3], [1, 2, 12], [13, 14, 15, 16], [1, 3]):
+            step(emb, optimizer, ids)
+            step(twin, its, ids)
+            index = emb.table._store.cache.index
+            cached = {row: slot for row, slot in enumerate(index.slot_of_row.tolist()) if slot >= 0}
+            assert cached == {row: slot for slot, row in enumerate(index.row_of_slot.tolist()) if row >= 0}
+            torch.testing.assert_close(records(emb), records(twin), rtol=1e-5, atol=1e-6, msg=str(number))
+        emb.table.close(discard=True)
+        if not was_interrupted:
+            break
+        number += 1
+    assert number > 4
+
+
 @IN_FINALIZERS
 def test_steps_after_the_creation_of_the_journal_was_interrupted(tmp_path: Path) -> None:
     number, within = 1, (f"{SOURCE}/tables/storage/disk", f"{SOURCE}/tables/files.py")

@@ -44,17 +44,21 @@ class CacheIndex:
         self.dirty = torch.zeros(n_slots, dtype=torch.int32, device=device)
         self.clock = torch.zeros(1, dtype=torch.int64, device=device)
         self.counts = torch.zeros(len(COUNTS), dtype=torch.int64, device=device)
+        self.is_clearing = False
+        """True if `clear` has been interrupted, and must be called again: the maps may not fit together."""
         self.moving = False
         """For `GpuCache`: True while the host issues decisions or moves. If it stays True, the maps may name
         slots whose records are not there, and will not be moved."""
 
     def clear(self) -> None:
         """Empty all slots without writing anything back."""
+        self.is_clearing = True
         self.slot_of_row.fill_(-1)
         self.row_of_slot.fill_(-1)
         self.stamp.fill_(FREE)
         self.frequency.fill_(-torch.inf)
         self.dirty.zero_()
+        self.is_clearing = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,7 @@ def prepare_lookup(
     if records_grad and device.type == "cuda" and checks.graph_error is None and not capturing:
         checks.prepare_capture(device, n_rows)
     if table._prefetched and not capturing and isinstance(ids, Tensor):
-        if for_bag:
+        if for_bag and table._shards is None:  # otherwise all ranks are told
             _check_bags(ids)
         batch = _find_prefetched(table, ids, lead=lead, records_grad=records_grad)
         if batch is not None:
@@ -400,9 +400,10 @@ class RowPrefetch:
             lookup.batch = lookup.admitted
             if lookup.exchanged is not None:
                 lookup.batch = self._exchanged_batch(ids, lookup, moved)
+            if _version(lookup.source) != lookup.version:  # the loop has changed this batch of its list
+                lookup.batch = None
             if lookup.batch is not None:
-                lookup.batch.ids = ids
-                lookup.batch.version = lookup.version if ids is lookup.source else _version(ids)
+                lookup.batch.ids, lookup.batch.version = ids, _version(ids)
 
     def issue_moves(self, request: PrefetchRequest) -> None:
         """Let records move, in a stream that is ordered after the one of `admit`."""
@@ -448,6 +449,8 @@ class RowPrefetch:
         request still holds the memory of its admissions. If the loop `is_left`, no later `next` orders
         "rows" after the last use of that memory, so `record_stream` keeps it.
         """
+        if self.store._is_forked:  # threads and reservations are the parent's
+            return
         for lookup in request.lookups:
             if lookup.batch is not None:
                 with suppress(ValueError):

@@ -230,8 +230,10 @@ class RowStore:
                 undo.callback(draft.discard)
 
         def replace_file() -> None:
-            self.writes += 1
-            self._use_storage(on_disk.replaced_by(draft))
+            with self._lock:
+                self.abandon_cache()  # a thread of a prefetcher may have made one since `forget_cache`
+                self.writes += 1
+                self._use_storage(on_disk.replaced_by(draft))
 
         def replace_in_memory() -> None:
             with self._lock:

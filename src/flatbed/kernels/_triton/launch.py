@@ -84,7 +84,7 @@ class Kernel:
             addresses |= address
             kinds.append(args[i].dtype)
         if addresses % 16:
-            with torch.cuda.stream(stream):  # None: the current one
+            with _triton_lock, torch.cuda.stream(stream):  # None: the current one
                 self.function[(n_programs,)](*args, *self.constants, num_warps=self.num_warps)
             return
         run, *compiled = self._compiled.get(key := tuple(kinds)) or self._compile(key, args)

@@ -179,9 +179,11 @@ class GpuCache:
         return self._n_admissions
 
     def _check_moved(self) -> None:
-        """Raise if an admission was interrupted before its moves were issued."""
+        """Raise if an admission was interrupted before its moves were issued; end an interrupted `clear`."""
         if self.index.moving:
             raise FlatbedError(INTERRUPTED)
+        if self.index.is_clearing:
+            self.index.clear()
 
     def _enter_graph(self) -> None:
         """End prefetching for good, since the host does not see what replays do."""
@@ -256,5 +258,5 @@ class GpuCache:
     def abandon(self) -> None:
         """Empty the cache without writing changed records back."""
         self.wait_for_prefetch()
-        self.index.clear()
         self._oldest_protected = self._n_admissions + 1
+        self.index.clear()

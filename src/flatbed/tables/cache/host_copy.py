@@ -111,6 +111,8 @@ class HostCopyCache:
         if stream is not None and self._last is not None:
             stream.wait_event(self._last)
         try:
+            if self.index.is_clearing:
+                self._clear()
             self._end_released(stream)
             self._take_back_unmoved()
             yield
@@ -395,8 +397,8 @@ class HostCopyCache:
         for reservation in self._live:
             reservation.is_live = False
         self._live.clear()
-        self.index.clear()
         self._unmoved = None
+        self.index.clear()
 
 
 def _words(records: Tensor) -> Tensor:
