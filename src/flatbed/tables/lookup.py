@@ -68,7 +68,7 @@ def prepare_lookup(
         on_checked = partial(checks.add, given, first_error, n_rows=n_rows, offset=int(lead is not None))
     cache = store.ensure_cache(keys.numel()) if records_grad else None
     sought = keys if lead is None else _with_lead(keys, lead)
-    if cache is not None:  # calls `on_checked` before rows move, so that `step` need not wait for the bus
+    if cache is not None:  # a `GpuCache` calls `on_checked` before rows move: `step` waits for no bus
         found, admission = cache.admit(sought, first_error, on_checked)
     else:
         found, admission = unique(sought, n_rows, first_error), None
