@@ -316,6 +316,34 @@ def test_delays_in_every_stream(storage: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("storage", ["host", "disk"])
+def test_delays_in_every_stream_of_training(storage: str, tmp_path: Path) -> None:
+    """Loops are left, and backward passes are those of earlier batches: memory is used for long."""
+    chance, found = torch.Generator().manual_seed(3), []
+    given = [[torch.randint(0, 500, (64,), generator=chance) for _ in range(12)] for _ in range(6)]
+    purposes = ("rows", "records", "batches", "files")
+    streams = [stream_for(torch.device("cuda", torch.cuda.current_device()), name) for name in purposes]
+    for is_prefetched in (True, False):
+        path = tmp_path / f"{is_prefetched}.bed" if storage == "disk" else None
+        emb = flatbed.Embedding(500, DIM, device="cuda", seed=5, storage=storage, path=path, cache_rows=400)
+        optimizer, kept = flatbed.optim.Adam(emb, lr=0.1), list[Tensor]()
+        for epoch, batches in enumerate(given):
+            for n, ids in enumerate(Prefetcher(batches, {emb: lambda b: b}) if is_prefetched else batches):
+                with torch.cuda.stream([*streams, torch.cuda.current_stream()][(n + epoch) % 5]):
+                    torch.cuda._sleep(3_000_000)
+                kept.append(emb(ids).square().sum())
+                if len(kept) > 2:
+                    kept.pop(0).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                if epoch % 2 and n == 7:
+                    break
+        found.append(emb.read_rows(range(500)))
+        emb.table.close(discard=True)
+    assert torch.equal(*found)
+
+
+@pytest.mark.gpu
 def test_batches_are_handed_out_while_the_gpu_is_busy() -> None:
     emb = flatbed.Embedding(ROWS, DIM, device="cuda")
     given = [{"items": torch.randint(0, ROWS, (100,)), "array": torch.rand(10).numpy()} for _ in range(40)]

@@ -8,7 +8,7 @@ import sys
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor, TimeoutError
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
@@ -235,7 +235,7 @@ def test_graphs_decide_as_launches_do(policy: str, monkeypatch: pytest.MonkeyPat
     assert not cache._graphs._graphs
     monkeypatch.setattr(kernels, "N_EAGER", 1)
     replayed, cache = decided(policy)
-    assert [*cache._graphs._graphs] == [(64, 3), (63, 3)]
+    assert [graph.kind[0] for graph in cache._graphs._graphs] == [64, 64, 63, 64]  # all results are in use
     assert all(map(torch.equal, replayed, launched))
 
 
@@ -246,7 +246,7 @@ def test_a_graph_of_inference_mode_is_replayed_outside(monkeypatch: pytest.Monke
     with torch.inference_mode():
         for n in range(3):
             prefetch(cache, [n, n + 1], 2)
-    assert [*cache._graphs._graphs] == [(2, 2)]
+    assert [graph.kind for graph in cache._graphs._graphs] == [(2, 2)]
     batch = prefetch(cache, [7, 5], 2)
     assert batch is not None
     assert batch.unique.rows.tolist() == [5, 7]
@@ -276,17 +276,25 @@ def test_a_capture_that_fails_changes_nothing(step: str, monkeypatch: pytest.Mon
     torch.cuda.synchronize()  # fails inside of a capture
 
 
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are not interpreted")
+
+
+def simulate_graphs(monkeypatch: pytest.MonkeyPatch, cache: Any, replay: Any = lambda: None) -> None:
+    """Let graphs call their functions again, from the third batch of a size on."""
+    monkeypatch.setattr(kernels, "N_EAGER", 1)
+    monkeypatch.setattr(
+        kernels, "Graph", lambda function, *_: mock.Mock(replay=lambda: replay() or function())
+    )
+    cache._graphs._can_capture = True
+
+
 @pytest.mark.usefixtures("kernel_device")
-@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are not interpreted")
+@interpreted
 def test_a_replay_that_fails_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if there had been no graph: decisions are made once, and the cache can be used."""
     emb, replays = made(100, 40), mock.Mock(side_effect=[None, DriverError("not now")])
     cache = cache_of(emb)
-    monkeypatch.setattr(kernels, "N_EAGER", 1)
-    monkeypatch.setattr(
-        kernels, "Graph", lambda function, _: mock.Mock(replay=lambda: replays() or function())
-    )
-    cache._graphs._can_capture = True
+    simulate_graphs(monkeypatch, cache, replays)
     found = []
     for n in range(2):
         found.append(prefetch(cache, [n, n + 1, 30], 2))
@@ -300,20 +308,87 @@ def test_a_replay_that_fails_is_launched(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.usefixtures("kernel_device")
-@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are not interpreted")
+@interpreted
+def test_a_graph_is_replayed_again_when_its_decisions_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = cache_of(made(100, 40))
+    simulate_graphs(monkeypatch, cache)
+    held: list[Any] = [prefetch(cache, [n, n + 1], 2) for n in range(4)]  # one launched, three captured
+    assert len(cache._graphs._graphs) == 3
+    del held[1]
+    held.append(prefetch(cache, [50, 60], 2))
+    assert len(cache._graphs._graphs) == 3
+    held.append(prefetch(cache, [51, 61], 2))
+    assert len(cache._graphs._graphs) == 4
+    expected = [[0, 1], [2, 3], [3, 4], [50, 60], [51, 61]]
+    assert [batch.unique.rows.tolist() for batch in held] == expected
+    assert [batch.keys.tolist() for batch in held] == expected
+
+
+@pytest.mark.usefixtures("kernel_device")
+@interpreted
 def test_few_graphs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a size for each batch there would be no end of them."""
     index = decisions.CacheIndex(100, 100, policy="lru", device=CPU)
-    graphs, captured = kernels.DecisionGraphs(index, torch.int32), []
+    graphs, captured = kernels.DecisionGraphs(index, torch.int32, "rows"), []
     graphs._can_capture = True
-    monkeypatch.setattr(
-        kernels, "DecisionGraph", lambda _, n, window, dtype: captured.append(n) or mock.Mock()
-    )
-    for n in (*range(1, 200), *[7] * 10, *[8] * 5, *[*range(20, 40)] * 6):
+
+    def capture(_: Any, kind: tuple[int, int], *__: Any) -> Any:
+        captured.append(kind[0])
+        return mock.Mock(kind=kind, is_free=True)
+
+    monkeypatch.setattr(kernels, "DecisionGraph", capture)
+    for n in (*range(1, 200), *[7] * 10, *[8] * 5, *[*range(20, 60)] * 6):
         graphs.decide(torch.arange(n), 2)
     assert captured[:2] == [7, 8]
     assert len(captured) == kernels.MAX_GRAPHS
     assert len(graphs._n_uses) <= kernels.MAX_KINDS
+
+
+@pytest.mark.usefixtures("kernel_device")
+@interpreted
+@pytest.mark.parametrize("fails", [False, True])
+def test_rows_of_a_file_are_reserved_by_graphs(
+    fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The training thread captures them. Reservations have memory of their own."""
+    emb = made(100, 60, storage="disk", path=tmp_path / "table", seed=5)
+    cache, replay = cache_of(emb), mock.Mock(return_value=None)
+    if fails:
+        replay.side_effect = DriverError("not now")
+    simulate_graphs(monkeypatch, cache, replay)
+    reserved = []
+    with pytest.warns(UserWarning, match="not now") if fails else nullcontext():
+        for n in range(5):
+            reserved.append(cache.reserve(torch.tensor([7 * n, 7 * n + 2, 7 * n])))
+            assert len(cache._graphs._graphs) == (1 if n > 1 and not fails else 0)
+            cache.prefetch(torch.empty(0), window=0, reservation=reserved[-1])
+    assert replay.call_count == (1 if fails else 3)
+    for n, found in enumerate(reserved):
+        rows = [7 * n, 7 * n + 2]
+        assert (found.keys.tolist(), found.n_rows) == ([*rows, 7 * n], 2)
+        assert found.unique.rows.tolist()[:2] == rows
+        assert set(rows) <= cached_rows(emb)
+    every = torch.arange(100)
+    assert torch.equal(emb.read_rows(every), made(100, 60, seed=5).read_rows(every))
+
+
+@pytest.mark.usefixtures("kernel_device")
+@interpreted
+def test_an_interruption_before_a_replay_takes_nothing_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The memory of a graph still has the decisions of the replay before."""
+    emb = made(100, 60, storage="disk", path=tmp_path / "table")
+    cache, replay = cache_of(emb), mock.Mock(side_effect=[None, KeyboardInterrupt, None])
+    simulate_graphs(monkeypatch, cache, replay)
+    for rows in ([1, 2], [3, 4], [5, 6]):
+        cache.prefetch(torch.empty(0), window=0, reservation=cache.reserve(torch.tensor(rows)))
+    assert replay.call_count == 1
+    with pytest.raises(KeyboardInterrupt):
+        cache.reserve(torch.tensor([7, 8]))
+    assert cached_rows(emb) == {*range(1, 7)}
+    assert cache.reserve(torch.tensor([7, 8])) is not None
+    assert cached_rows(emb) == {*range(1, 9)}
 
 
 def test_reserved_rows_stay_until_they_are_released(tmp_path: Path) -> None:
@@ -743,6 +818,17 @@ class TestOrder:
             if is_left and n == 2:
                 break
         assert record.call_args_list == [mock.call(stream)] * 3 * is_left
+        assert cache_of(emb)._streams_of_left_loops == ({stream} if is_left else set())
+
+    def test_a_prefetch_waits_for_loops_that_were_left(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Graphs of decisions write again to the memory that these may still use."""
+        simulation, left = Simulation(monkeypatch, N_ROWS, 1, 1), Stream()
+        left.before.add(7)
+        simulation.cache.prefetch_after(left)
+        simulation.use(None, torch.tensor([1]))
+        simulation.prefetch([torch.tensor([2])])
+        assert simulation.work[-2].part == "decisions"
+        assert simulation.work[-2].before == {0, 7}
 
     @pytest.mark.parametrize("name", ["protects", "wait_for_prefetch", None])
     def test_each_rule_is_needed(self, name: str | None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from flatbed.cuda.host_memory import free_after_captures, unless_forked
 from flatbed.cuda.streams import capture_lock, relaxed_capture, stream_for
 
 SWITCH = "FLATBED_PREFETCH_GRAPHS"
-_pools: dict[torch.device, torch.cuda.MemPool] = {}
+_pools: dict[tuple[torch.device, str], torch.cuda.MemPool] = {}
 
 
 def can_capture(device: torch.device) -> bool:
@@ -42,11 +42,11 @@ class Graph:
     """Launches of a function, which are issued at once when the graph is replayed.
 
     The function has issued the same launches before, so that all kernels are loaded. It does not wait, and
-    draws no random numbers. All graphs of a device are replayed in one stream: they share the memory that
-    their functions allocate and free.
+    draws no random numbers. All graphs of a purpose are replayed in the stream of that purpose: they share
+    the memory that their functions allocate and free.
     """
 
-    def __init__(self, function: Callable[[], object], device: torch.device) -> None:
+    def __init__(self, function: Callable[[], object], device: torch.device, purpose: str) -> None:
         """Raise DriverError or RuntimeError if the capture fails; nothing has run then."""
         self._device, self._driver = device, driver()
         # No other work of the package is in this stream. Kernels keep its high priority.
@@ -54,10 +54,10 @@ class Graph:
         with (
             capture_lock,
             torch.cuda.stream(stream),
-            torch.cuda.use_mem_pool(_pool_of(device)),
+            torch.cuda.use_mem_pool(_pool_of(device, purpose)),
             _no_garbage_collection(),
         ):
-            _check_in_use(_pool_of(device))
+            _check_in_use(_pool_of(device, purpose))
             try:
                 self._driver.begin_capture(stream.cuda_stream)
                 function()
@@ -78,15 +78,16 @@ def _release(driver: Driver, graph: int) -> None:
         driver.destroy_graph(graph)
 
 
-def _pool_of(device: torch.device) -> torch.cuda.MemPool:
-    """Return the memory of all graphs of a device, which is the current one.
+def _pool_of(device: torch.device, purpose: str) -> torch.cuda.MemPool:
+    """Return the memory of all graphs of a purpose on a device, which is the current one.
 
     It is never destroyed: that would free memory, which ends a capture of the user that is going on.
     """
-    if device not in _pools:
-        _pools[device] = torch.cuda.MemPool()
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(_pools[device]))  # not at exit, either
-    return _pools[device]
+    key = device, purpose
+    if key not in _pools:
+        _pools[key] = torch.cuda.MemPool()
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(_pools[key]))  # not at exit, either
+    return _pools[key]
 
 
 def _check_in_use(pool: torch.cuda.MemPool) -> None:

@@ -12,7 +12,7 @@ Streams of one device
 | "counts" | counts of changed rows in the cache of a disk table | any thread |
 | "scan" | blocks of a table for `topk`, which begins with an idle GPU | training thread |
 | "captures" | warm-up and capture of `flatbed.capture` | training thread |
-| "decisions" | none: a `cuda.graph.Graph` is captured there | training thread |
+| "decisions" | none: graphs of decisions are captured there (`cuda.graph`) | training thread |
 
 Events between them, and the reason for each
 
@@ -44,8 +44,9 @@ a query of the GPU, 50 to 70 µs per step on a slow host. So batches that the tr
 
 - Their memory is allocated in the training stream, as if the loop had made them. The copies in "rows" are
   ordered after the allocation (`earlier_steps`), and the step after the copies (`ready`).
-- Memory of a `GpuCache`'s admissions is allocated in "rows". A `next` drops that of the last step, and lets
-  "rows" wait for that step, before "rows" allocates again. The step had waited for the moves in "records".
+- Memory of a `GpuCache`'s admissions is allocated in "rows", or belongs to a graph that is replayed there. A
+  `next` drops that of the last step, and lets "rows" wait for that step, before "rows" uses the memory again.
+  The step had waited for the moves in "records".
 
 Other memory needs it: batches that a loader thread allocates in "batches", for training; their ids, or those
 of a list of GPU tensors, for "rows" and "files"; decisions of "files", for training; batches of a loop that
@@ -55,8 +56,8 @@ which keeps a block until its copy is done.
 
 CUDA graphs of the user are captured in the user's stream. From the first captured lookup on, a table's rows
 are not prefetched to the GPU: see `tables.cache.gpu`. Graphs of the decisions on an admission
-(`DecisionGraphs`) are replayed in "rows". Their kernels have the high priority of the stream "decisions",
-where they are captured.
+(`DecisionGraphs`) are replayed in "rows", or in "files" for tables on disk. Their kernels have the high
+priority of the stream "decisions", where they are captured.
 
 Locks, in the order in which a thread may take them (`LOCK_ORDER`)
 

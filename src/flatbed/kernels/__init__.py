@@ -48,9 +48,12 @@ def _has_triton() -> bool:
 # ---- rows, and where their records are
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class UniqueRows:
-    """The unique rows among ids, in ascending order. The torch reference sets `rows` and `inverse` alone."""
+    """The unique rows among ids, in ascending order. The torch reference sets `rows` and `inverse` alone.
+
+    Graphs of decisions refer to it weakly: its memory may be written again once it is gone.
+    """
 
     rows: Tensor
     """int64; -1 for a key that is no row. Kernels pad it with -1 to the number of ids."""

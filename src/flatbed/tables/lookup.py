@@ -474,6 +474,9 @@ class RowPrefetch:
         if self.store.device.type == "cuda":
             streams.append(stream_for(self.store.device, "records"))
         for batch in dict.fromkeys((lookup.batch, lookup.admitted)):  # mostly the same
+            if batch is None:
+                continue
             for stream in streams:
-                if batch is not None:
-                    batch.record_stream(stream)
+                batch.record_stream(stream)
+                if batch.cache is not None:
+                    batch.cache.prefetch_after(stream)

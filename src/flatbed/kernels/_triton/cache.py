@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import cast
@@ -35,7 +36,7 @@ from flatbed.kernels.cache import ROUNDS, CacheIndex, Placement
 PROBE, SELECT = 512, 128  # rows per program
 FLUSH = 1 << 20  # slots whose changed records are listed at a time
 N_EAGER = 4  # admissions of so many keys before their decisions are captured
-MAX_KINDS, MAX_GRAPHS = 64, 8  # numbers of keys that are counted, and that have a graph
+MAX_KINDS, MAX_GRAPHS = 64, 32  # numbers of keys that are counted, and graphs
 
 
 @triton.jit
@@ -379,40 +380,74 @@ class DecisionGraphs:
     """CUDA graphs of `decide`, for numbers of keys and windows that occur often.
 
     Decisions are 20 launches of small kernels, which take the host longer than the GPU. Keys are in range.
-    All graphs are replayed in one stream.
+    All graphs are replayed in the stream of one purpose.
     """
 
-    def __init__(self, index: CacheIndex, key_dtype: torch.dtype) -> None:
-        self._index, self._dtype = index, key_dtype
+    def __init__(self, index: CacheIndex, key_dtype: torch.dtype, purpose: str) -> None:
+        self._index, self._dtype, self._purpose = index, key_dtype, purpose
         self._n_uses: dict[tuple[int, int], int] = {}
-        self._graphs: dict[tuple[int, int], DecisionGraph] = {}
+        self._graphs: list[DecisionGraph] = []
+        self._wanted: tuple[int, int] | None = None
         self._can_capture = can_capture(index.clock.device)
 
     def decide(self, ids: Tensor, window: int) -> Decisions:
         """Decide in the current stream. The decisions have the keys."""
-        kind = ids.numel(), window
-        try:
-            if kind not in self._graphs and self._is_frequent(kind):
-                self._graphs[kind] = DecisionGraph(self._index, *kind, self._dtype)
-            if kind in self._graphs:
-                return self._graphs[kind].replay(ids)
-        except GraphError as error:
-            self._can_capture = False
-            self._graphs.clear()
-            warnings.warn(
-                f"a CUDA graph could not be used ({error}): prefetching goes on, and takes the host longer",
-                stacklevel=2,
-            )
+        graph = self.find(ids.numel(), window) or self.capture()
+        if graph is not None and self.replay(graph, ids):
+            return graph.lend()
         keys = ids.to(self._dtype)
         return replace(decide(self._index, keys, window), keys=keys)
 
+    def find(self, n: int, window: int) -> DecisionGraph | None:
+        """Return a graph for n keys whose last decisions are no longer in use; None if there is none."""
+        kind = n, window
+        for graph in self._graphs:
+            if graph.kind == kind and graph.is_free:
+                return graph
+        if self._is_frequent(kind):
+            self._wanted = kind
+        return None
+
+    def capture(self) -> DecisionGraph | None:
+        """Capture the graph that `find` lacked, if its kind is frequent.
+
+        Only for the training thread: the GPU must not be waited for meanwhile, as the user may do there.
+        """
+        kind, self._wanted = self._wanted, None
+        if kind is None:
+            return None
+        try:
+            graph = DecisionGraph(self._index, kind, self._dtype, self._purpose)
+        except GraphError as error:
+            self._stop(error)
+            return None
+        self._graphs.append(graph)
+        return graph
+
+    def replay(self, graph: DecisionGraph, ids: Tensor) -> bool:
+        """Decide in the current stream. Returns False, and uses no graphs any more, if nothing has run."""
+        try:
+            graph.replay(ids)
+        except GraphError as error:
+            self._stop(error)
+            return False
+        return True
+
     def _is_frequent(self, kind: tuple[int, int]) -> bool:
-        if not self._can_capture or not kind[0] or len(self._graphs) == MAX_GRAPHS:
+        if not self._can_capture or not kind[0] or len(self._graphs) >= MAX_GRAPHS:
             return False
         if kind not in self._n_uses and len(self._n_uses) == MAX_KINDS:
             self._n_uses.clear()
         self._n_uses[kind] = self._n_uses.get(kind, 0) + 1
         return self._n_uses[kind] > N_EAGER
+
+    def _stop(self, error: GraphError) -> None:
+        self._can_capture = False
+        self._graphs = []
+        warnings.warn(
+            f"a CUDA graph could not be used ({error}): prefetching goes on, and takes the host longer",
+            stacklevel=3,
+        )
 
 
 class GraphError(Exception):
@@ -420,23 +455,32 @@ class GraphError(Exception):
 
 
 class DecisionGraph:
-    """A CUDA graph of `decide` for a number of keys and a window."""
+    """A CUDA graph of `decide` for a kind: a number of keys, and a window. All replays write to `out`."""
 
-    def __init__(self, index: CacheIndex, n: int, window: int, dtype: torch.dtype) -> None:
-        self._index, self._dtype, device = index, dtype, index.clock.device
+    def __init__(self, index: CacheIndex, kind: tuple[int, int], dtype: torch.dtype, purpose: str) -> None:
+        self.kind, self._index, self._dtype, device = kind, index, dtype, index.clock.device
+        self._user: weakref.ref[UniqueRows] | None = None
+        n, window = kind
         try:
             with torch.inference_mode(False):  # later replays may be outside
-                out = Decisions.allocate(n, device, dtype)
-                self._memory, self._keys = out.memory, cast(Tensor, out.keys)
-                self._graph = Graph(lambda: decide(index, self._keys, window, out=out), device)
+                self.out = out = Decisions.allocate(n, device, dtype)
+                self._keys = cast(Tensor, out.keys)
+                self._graph = Graph(lambda: decide(index, self._keys, window, out=out), device, purpose)
         except (DriverError, RuntimeError) as error:
             raise GraphError(error) from error
         finally:
             index.moving = False
 
-    def replay(self, ids: Tensor) -> Decisions:
-        """Decide in the current stream. Returns a copy, since the next replay writes to the same memory."""
-        copy = torch.empty_like(self._memory)  # before the index changes, since it may fail
+    @property
+    def is_free(self) -> bool:
+        """True if the decisions that were lent are gone, and `out` may be written to.
+
+        The stream of the replays is ordered after all work that has used them: see `GpuCache`.
+        """
+        return self._user is None or self._user() is None
+
+    def replay(self, ids: Tensor) -> None:
+        """Decide in the current stream."""
         self._keys.copy_(ids)
         self._index.moving = True
         try:
@@ -444,7 +488,16 @@ class DecisionGraph:
         except DriverError as error:
             self._index.moving = False
             raise GraphError(error) from error
-        return Decisions.of(copy.copy_(self._memory), ids.numel(), self._dtype)
+
+    def lend(self) -> Decisions:
+        """Return the decisions. The graph is not free while their unique rows are referred to."""
+        lent = replace(self.out, found=replace(self.out.found))
+        self._user = weakref.ref(lent.found)
+        return lent
+
+    def copied(self) -> Decisions:
+        """Return a copy of the decisions, in memory of the current stream."""
+        return Decisions.of(self.out.memory.clone(), self.kind[0], self._dtype)
 
 
 @functools.cache

@@ -28,6 +28,9 @@ into the cache together, so that all their rows are in slots.
   `wait_for_prefetch`: the current stream waits for the stream "records", and the next prefetch waits for the
   current stream.
 - The index's clock on the device and `_n_admissions` on the host count the same admissions.
+- A graph of decisions writes to the same memory at each replay. It is replayed again once nothing on the host
+  refers to its last decisions: their step is issued then, and the `next` that prefetches has let "rows" wait
+  for that step. If a loop is left, `prefetch_after` orders the next prefetch after its moves and last step.
 - CUDA graphs of the user run admissions that the host does not count, and lookups at any time. From the first
   capture of either on, nothing is prefetched and nothing is protected.
 """
@@ -83,9 +86,12 @@ class GpuCache:
         self._sizes: deque[int] = deque(maxlen=MAX_WINDOW)  # ids of the last admissions
         self._window = 0
         self._oldest_protected = 1
-        self._streams_to_await: set[torch.cuda.Stream] = set()  # by the next prefetch
+        self._streams_to_await: set[torch.cuda.Stream] = (
+            set()
+        )  # by the next prefetch: these waited for others
+        self._streams_of_left_loops: set[torch.cuda.Stream] = set()  # by the next prefetch, too
         self._has_prefetched = False
-        self._graphs = kernels.DecisionGraphs(self.index, key_dtype(storage.n_rows, device))
+        self._graphs = kernels.DecisionGraphs(self.index, key_dtype(storage.n_rows, device), "rows")
         self._decided: deque[Decisions] = deque()  # prefetches whose moves are not issued yet
 
     # ---- admission
@@ -125,8 +131,9 @@ class GpuCache:
         n = ids.numel()
         if not self._has_room(n, window):
             return None
-        while self._streams_to_await:
-            stream_for(self.device, "rows").wait_stream(self._streams_to_await.pop())
+        for streams in (self._streams_to_await, self._streams_of_left_loops):
+            while streams:
+                stream_for(self.device, "rows").wait_stream(streams.pop())
         self._has_prefetched = True
         oldest = self._begin_admission(n, window)
         try:
@@ -209,6 +216,10 @@ class GpuCache:
         """Return a batch of this cache that is protected only if all of these are; None if there is none."""
         numbers = [-1 if batch.admission is None else batch.admission for batch in batches]
         return batches[numbers.index(min(numbers))]
+
+    def prefetch_after(self, stream: torch.cuda.Stream) -> None:
+        """Order the next prefetch after a stream that may use the memory of earlier ones. Any thread."""
+        self._streams_of_left_loops.add(stream)
 
     def wait_for_prefetch(self) -> None:
         """Order the current stream after all prefetches, and the next prefetch after the current stream.

@@ -25,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flatbed.cuda.streams import OrderedLock, synchronize
+from flatbed.cuda.streams import OrderedLock, is_capturing, synchronize
 from flatbed.kernels import NONE, RecordLocation, UniqueRows, use_triton
 from flatbed.kernels import rows as ops
 from flatbed.kernels.cache import CacheIndex, Placement, assign, decide, keep, take_back
@@ -98,6 +98,7 @@ class HostCopyCache:
             from flatbed.kernels._triton import cache as kernels
 
             self._kernels = kernels
+            self._graphs = kernels.DecisionGraphs(index, ops.key_dtype(self.n_rows, device), "files")
             self.location = RecordLocation(None, self.records, index.slot_of_row, index.dirty)
 
     @contextmanager
@@ -130,7 +131,7 @@ class HostCopyCache:
     ) -> tuple[UniqueRows, None]:
         """Waits for the device: the host reads the records."""
         with self.lock, self._ordered():
-            found, _ = self._admit(keys, first_error)
+            _, found, _ = self._admit(keys, first_error)
         if on_checked is not None:
             on_checked()
         return found, None
@@ -139,13 +140,13 @@ class HostCopyCache:
         """Admit the rows of ids, and keep them in their slots.
 
         The ids are on the computing device, and in range. Returns None if they do not fit in addition to
-        other reservations, or if the table has another cache.
+        other reservations, or if the table has another cache. On a GPU, the current stream is "files".
         """
         with self.lock, self._ordered():
-            keys = ids.flatten().to(ops.key_dtype(self.n_rows, ids.device))
-            if self.retired or not self._has_room(keys):
+            ids = ids.flatten()
+            if self.retired or not self._has_room(ids):
                 return None
-            unique, placement = self._admit(keys)
+            keys, unique, placement = self._admit(ids, is_ahead=True)
             if not placement.is_whole:
                 return None
             on_gpu = self.device.type == "cuda"
@@ -155,16 +156,16 @@ class HostCopyCache:
             self._live.add(reservation)
             return reservation
 
-    def _has_room(self, keys: Tensor) -> bool:
-        """Return True if the rows of keys fit in addition to those of live reservations."""
+    def _has_room(self, ids: Tensor) -> bool:
+        """Return True if the rows of ids fit in addition to those of live reservations."""
         n_kept = sum(one.n_rows for one in self._live)
-        if self.index.direct or n_kept + keys.numel() <= self.n_slots:
+        if self.index.direct or n_kept + ids.numel() <= self.n_slots:
             return True
         # Rows that are in several batches, or repeated in this one, count once. Waits for the device.
         index = self.index
         self._keep_reserved()
         index.clock += 1
-        rows = ops.unique(keys, self.n_rows).rows.to(index.clock.device)
+        rows = ops.unique(self._keys(ids), self.n_rows).rows.to(index.clock.device)
         slots = index.slot_of_row[rows[rows >= 0]].long()
         is_kept = index.stamp >= index.clock
         n_others = is_kept.sum() - is_kept[slots[slots >= 0]].sum()
@@ -203,11 +204,16 @@ class HostCopyCache:
 
         Returns its keys, its unique rows, and the admission. `ids` and `window` are for `GpuCache`.
         """
+        if self._kernels is not None and not is_capturing(self.device):
+            self._graphs.capture()  # here, since another thread calls `reserve`
         if reservation is None or not reservation.is_live:
             return None
         if reservation.ready is not None:
             torch.cuda.current_stream(self.device.index).wait_event(reservation.ready)
         return reservation.keys, reservation.unique, [reservation]
+
+    def prefetch_after(self, stream: torch.cuda.Stream) -> None:
+        """Do nothing: reservations have memory of their own."""
 
     def issue_moves(self) -> None:
         """Do nothing: `reserve` has moved the records."""
@@ -217,29 +223,52 @@ class HostCopyCache:
             return None  # and keeps no memory of reservations that have ended
         return replace(batches[0], admission=[one for batch in batches for one in batch.admission])
 
-    def _admit(self, keys: Tensor, first_error: Tensor | None = None) -> tuple[UniqueRows, Placement]:
-        """Find the unique rows of keys, and admit them; fewer, if there are not enough slots."""
-        if not keys.numel():
+    def _admit(
+        self, ids: Tensor, first_error: Tensor | None = None, *, is_ahead: bool = False
+    ) -> tuple[Tensor, UniqueRows, Placement]:
+        """Find the unique rows of ids, and admit them; fewer, if there are not enough slots.
+
+        Also returns the keys of the ids. The ids are keys, unless this `is_ahead` of time: then they are in
+        range, and have any dtype.
+        """
+        if not ids.numel():
             none = np.empty(0, np.int64)
-            return ops.unique(keys, self.n_rows), Placement(none, none, none, 0, is_whole=True)
+            return ids, ops.unique(ids, self.n_rows), Placement(none, none, none, 0, is_whole=True)
         try:
             self._keep_reserved()
-            unique, placement = self._decide(keys, first_error)
-            self._move_records(placement)
+            found = self._decide_by_graph(ids) if is_ahead and self._kernels is not None else None
+            if found is None:
+                keys = self._keys(ids) if is_ahead else ids
+                found = keys, *self._decide(keys, first_error)
+            self._move_records(found[-1])
             self._unmoved = None
         except BaseException:
             self._take_back_unmoved()
             self.index.clock += 1  # in case that it was not advanced: the slots would be kept for longer
             raise
-        return unique, placement
+        return found
+
+    def _keys(self, ids: Tensor) -> Tensor:
+        """Return ids in range as keys."""
+        return ids.to(ops.key_dtype(self.n_rows, ids.device))
+
+    def _decide_by_graph(self, ids: Tensor) -> tuple[Tensor, UniqueRows, Placement] | None:
+        """Decide as `_decide` does, if a CUDA graph of the kernels is at hand. Also returns the keys."""
+        graph = self._graphs.find(ids.numel(), window=0)
+        if graph is None:
+            return None
+        self._begin_decision(graph.out)
+        if not self._graphs.replay(graph, ids):
+            return None
+        copied = graph.copied()
+        assert copied.keys is not None
+        return copied.keys, copied.found, self._on_host(graph.out)
 
     def _decide(self, keys: Tensor, first_error: Tensor | None) -> tuple[UniqueRows, Placement]:
         """Find the unique rows of keys, and give slots to missing ones."""
         if self._kernels is not None:
-            # After an interruption, this memory lists the slots that kernels have assigned.
             decided = self._kernels.Decisions.allocate(keys.numel(), self.device)
-            decided.placed.fill_(NONE)
-            self._unmoved = Unmoved(decided)
+            self._begin_decision(decided)
             self._kernels.decide(self.index, keys, 0, first_error=first_error, out=decided)
             return decided.found, self._on_host(decided)
         unique = ops.unique(keys, self.n_rows, first_error)
@@ -248,6 +277,11 @@ class HostCopyCache:
         self._unmoved = Unmoved(placement)
         assign(self.index, placement)
         return unique, placement
+
+    def _begin_decision(self, decided: Decisions) -> None:
+        """Let kernels decide next. After an interruption, this memory lists the slots that they assigned."""
+        decided.placed.fill_(NONE)
+        self._unmoved = Unmoved(decided)
 
     def _on_host(self, decided: Decisions | Placement) -> Placement:
         """Return decisions of kernels on the host. Waits for the device."""
