@@ -51,14 +51,19 @@ OPEN = ("scale_ptr", "found_inf_ptr")  # not assumed to be aligned
 COUNTS = {"counts_ptr": "*i32", "rank_ptr": "*i32", "n_missing_ptr": "*i32", "n_blocks": "i32"}
 
 
-def ptx(function: Any, changed: dict[str, str] | None = None, *, num_warps: int = 4, **constants: Any) -> str:
+def ptx(
+    function: Any,
+    changed: dict[str, str] | None = None,
+    options: dict[str, int] | None = None,
+    **constants: Any,
+) -> str:
     types = {**TYPES, **(changed or {})}
     names = function.arg_names
     signature = {n: "constexpr" if n in constants else types.get(n, "*i64") for n in names}
     aligned = [n for n in names if signature[n].startswith("*") and n not in OPEN]
     attrs = {(names.index(n),): [["tt.divisibility", 16]] for n in aligned}
     source = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=attrs)
-    return str(compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps}).asm["ptx"])
+    return str(compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"])
 
 
 def dense_step(rule: Any) -> dict[str, int]:
@@ -148,11 +153,14 @@ def cache() -> None:
         for direct in (True, False):
             flags = {"DIRECT": direct, "FREQUENCY": by_frequency, "ROUNDS": 16, "BLOCK": 128}
             ptx(cache_kernels.select_victims_kernel, maps, **flags)
-    for nbytes in (64, 128, 256, 512, 1024, 1536, 2048, 4096, 4608):
-        _, warps, n_rows = mover_shape(nbytes, both_ways=True)
-        words = nbytes // 8
-        shape = {"STRIDE": nbytes, "WORDS": words, "COLUMNS": min(power(words), 512), "ROWS": n_rows}
-        code = ptx(cache_kernels.fill_and_write_back_kernel, maps, num_warps=warps, **shape)
+    sizes = (64, 128, 256, 512, 1024, 1536, 2048, 4096, 4608)
+    for nbytes, in_pairs in itertools.product(sizes, (False, True)):
+        shape = mover_shape(nbytes, both_ways=True, in_pairs=in_pairs)
+        kernel = cache_kernels._fill_kernel(nbytes, shape)
+        names = kernel.function.arg_names[-len(kernel.constants) :]
+        constants = dict(zip(names, kernel.constants, strict=True))
+        code = ptx(kernel.function, maps, kernel.options, **constants)
+        assert (".reqnctapercluster 2" in code) == (in_pairs and nbytes >= 512), nbytes
         # A thread that reads a word of a victim also replaces it. A barrier would hint at other layouts.
         assert "bar.sync" not in code, nbytes
         assert len(re.findall(r"(?:ld|st)\.global[.\w:]*\.(?:v2\.b64|v4\.b32)", code)) >= 4, nbytes

@@ -93,9 +93,9 @@ def test_flush(
 
 
 def test_every_size_has_a_shape() -> None:
-    for both_ways in (False, True):
+    for both_ways, in_pairs in itertools.product((False, True), repeat=2):
         for nbytes in (16, *SIZES, 1 << 17):
-            programs, warps, n_rows = movers.mover_shape(nbytes, both_ways=both_ways)
-            assert 1 <= programs <= 132
-            assert warps in (1, 2, 4, 8, 16, 32)
-            assert n_rows & (n_rows - 1) == 0
+            shape = movers.mover_shape(nbytes, both_ways=both_ways, in_pairs=in_pairs)
+            assert shape.programs * shape.n_sms == movers.MOVERS
+            assert shape.warps in (1, 2, 4, 8, 16, 32)
+            assert shape.rows & (shape.rows - 1) == 0

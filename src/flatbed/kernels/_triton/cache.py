@@ -26,6 +26,7 @@ from flatbed.kernels._triton.rows import (
     as_results,
     even,
     field,
+    has_pairs,
     mover_shape,
     power,
     result_sizes,
@@ -516,18 +517,20 @@ def fill_and_write_back(
     stream: torch.cuda.Stream | None = None,
 ) -> None:
     """Read missing records into slots, and write back the changed ones that they replace."""
-    shape = shape or mover_shape(location.stride, both_ways=True)
+    device = missing.device
+    in_pairs = device.type == "cuda" and has_pairs(device)
+    shape = shape or mover_shape(location.stride, both_ways=True, in_pairs=in_pairs)
     n_programs = min(shape.programs, -(-missing.numel() // shape.rows))
     launch = _fill_kernel(location.stride, shape)
     args = *location.addresses, missing, slots, victims, n_missing
-    launch(n_programs, missing.device, *args, stream=stream)
+    launch(n_programs, device, *args, stream=stream)
 
 
 @functools.cache
 def _fill_kernel(stride: int, shape: MoverShape) -> Kernel:
     words = stride // 8
     constants = stride, words, min(power(words), MAX_COLUMNS), shape.rows
-    return Kernel(fill_and_write_back_kernel, *constants, num_warps=shape.warps)
+    return Kernel(fill_and_write_back_kernel, *constants, num_warps=shape.warps, num_ctas=shape.n_sms)
 
 
 def flush(index: CacheIndex, location: RecordLocation, shape: MoverShape | None = None) -> None:

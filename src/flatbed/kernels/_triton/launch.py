@@ -53,8 +53,9 @@ class Kernel:
     Addresses are expected to be multiples of 16, unless the function does not specialize the argument.
     """
 
-    def __init__(self, function: Any, *constants: Any, num_warps: int = 4) -> None:
-        self.function, self.constants, self.num_warps = function, constants, num_warps
+    def __init__(self, function: Any, *constants: Any, num_warps: int = 4, num_ctas: int = 1) -> None:
+        self.function, self.constants = function, constants
+        self.options = {"num_warps": num_warps, "num_ctas": num_ctas}
         names = function.arg_names[: len(function.arg_names) - len(constants)]
         self._tensors = [i for i, name in enumerate(names) if name.endswith("_ptr")]
         self._numbers = [i for i, name in enumerate(names) if not name.endswith("_ptr")]
@@ -85,7 +86,7 @@ class Kernel:
             kinds.append(args[i].dtype)
         if addresses % 16:
             with _triton_lock, torch.cuda.stream(stream):  # None: the current one
-                self.function[(n_programs,)](*args, *self.constants, num_warps=self.num_warps)
+                self.function[(n_programs,)](*args, *self.constants, **self.options)
             return
         run, *compiled = self._compiled.get(key := tuple(kinds)) or self._compile(key, args)
         queue = torch._C._cuda_getCurrentRawStream(device.index) if stream is None else stream.cuda_stream
@@ -127,7 +128,7 @@ class Kernel:
         It takes half of the 30 µs that `compiled[grid](...)` takes on a slow host.
         """
         with _triton_lock:
-            compiled = self.function.warmup(*args, *self.constants, num_warps=self.num_warps, grid=(1,))
+            compiled = self.function.warmup(*args, *self.constants, **self.options, grid=(1,))
             run = compiled.run  # first: Triton loads the module then
             self._compiled[key] = run, compiled.function, compiled.packed_metadata
         return self._compiled[key]

@@ -25,11 +25,14 @@ class MoverShape(NamedTuple):
 
     programs: int
     warps: int
+    """On each SM."""
     rows: int
+    n_sms: int = 1
+    """SMs of each program; they are neighbours."""
 
 
-MOVERS = 4
-MOST_BYTES, MOST_ROWS = 1 << 16, 256  # that a mover has in flight
+MOVERS = 4  # SMs in all
+MOST_BYTES, MOST_ROWS = 1 << 16, 256  # that are in flight on an SM
 MAX_COLUMNS = 512  # words of a record in flight; longer records are moved in several parts
 
 
@@ -44,15 +47,27 @@ def tile(columns: int, elements: int) -> int:
 
 
 @functools.cache
-def mover_shape(nbytes: int, *, both_ways: bool = False) -> MoverShape:
+def mover_shape(nbytes: int, *, both_ways: bool = False, in_pairs: bool = False) -> MoverShape:
     """Return the shape for records of so many bytes, which are read, written, or both at once.
 
     A few programs with many records in flight saturate the bus, and leave the other SMs to the model.
     Measured on an H200 for records of 64 bytes to 4 KiB: alone at least 92 % of the rate of 96 or more
-    programs of 4 warps; a step beside convolutions of 2.54 ms takes 3.16 ms, and 3.42 with 12 movers.
+    programs of 4 warps.
+
+    `in_pairs`: two neighbouring SMs for each program, unless records are small and soon moved. Kernels whose
+    own programs run in pairs, as matrix products and convolutions of an H200 do, lose four SMs to pairs, and
+    eight to single ones.
     """
-    n_rows = min(MOST_ROWS, MOST_BYTES // min(power(nbytes), 8 * MAX_COLUMNS))
-    return MoverShape(MOVERS, 16 if both_ways else 32, n_rows)
+    size = min(power(nbytes), 8 * MAX_COLUMNS)
+    n_rows = min(MOST_ROWS, MOST_BYTES // size)
+    warps, n_sms = 16 if both_ways else 32, 2 if in_pairs and size >= 512 else 1
+    return MoverShape(MOVERS // n_sms, warps, n_rows * n_sms, n_sms)
+
+
+@functools.cache
+def has_pairs(device: torch.device) -> bool:
+    """Return True for GPUs whose programs can run on neighbouring SMs: those of NVIDIA since Hopper."""
+    return torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 # ---- unique rows
