@@ -198,7 +198,7 @@ TABLES: dict[str, Comparison | Grid] = {
         (TIME, "bound_ratio", "model_alone_ms", "peak_memory_bytes"),
     ),
     "cold": Grid(
-        *(OVERLAP, {"case": "cold"}, (TIME, "disk_reads_per_step", "disk_alone_ms")),
+        *(OVERLAP, {"case": "cold"}, (TIME, "disk_reads_per_step", "disk_alone_ms", "bound_ratio")),
         variants=(EAGER, PREFETCHED),
     ),
     "overlap-uniform": Grid(OVERLAP, {"distribution": "uniform"}, (TIME, "bound_ratio"), "model"),

@@ -189,6 +189,33 @@ def test_bags_find_their_prefetched_rows(
 
 
 @pytest.mark.parametrize("storage", ["host", "disk"])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.uint16])
+def test_bags_without_ids(
+    dtype: torch.dtype, storage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a second lookup. The key of no row depends on the dtype."""
+    device, found = "cuda" if torch.cuda.is_available() else "cpu", []
+    if device == "cpu":
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+    given = [(torch.tensor([[0, 1], [3, 2]]), torch.tensor([4, 4]).to(dtype))]
+    given += [(torch.tensor([[5, 6], [7, 3]]), torch.empty(0, dtype=dtype))] * 4
+    offsets = torch.tensor([0, 0], device=device)
+    for is_prefetched in (True, False):
+        options = {"path": tmp_path / f"{is_prefetched}.bed"} if storage == "disk" else {}
+        bag = flatbed.EmbeddingBag(
+            20, 4, padding_idx=3, storage=storage, cache_rows=16, seed=1, device=device, **options
+        )
+        optimizer = flatbed.optim.Adam(bag, lr=0.1)
+        for bags, ids in Prefetcher(given, {bag: lambda b: [*b]}) if is_prefetched else given:
+            (bag(bags).square().sum() + bag(ids, offsets).square().sum()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(bag.read_rows(range(20)))
+        bag.table.close(discard=True)
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("storage", ["host", "disk"])
 def test_batches_of_a_list_that_change_after_their_rows_were_read(
     storage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

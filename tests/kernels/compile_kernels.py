@@ -154,15 +154,15 @@ def cache() -> None:
             flags = {"DIRECT": direct, "FREQUENCY": by_frequency, "ROUNDS": 16, "BLOCK": 128}
             ptx(cache_kernels.select_victims_kernel, maps, **flags)
     sizes = (64, 128, 256, 512, 1024, 1536, 2048, 4096, 4608)
-    for nbytes, in_pairs in itertools.product(sizes, (False, True)):
-        shape = mover_shape(nbytes, both_ways=True, in_pairs=in_pairs)
+    for nbytes, in_clusters in itertools.product(sizes, (False, True)):
+        shape = mover_shape(nbytes, both_ways=True, in_clusters=in_clusters)
         kernel = cache_kernels._fill_kernel(nbytes, shape)
         names = kernel.function.arg_names[-len(kernel.constants) :]
         constants = dict(zip(names, kernel.constants, strict=True))
         code = ptx(kernel.function, maps, kernel.options, **constants)
-        assert (".reqnctapercluster 2" in code) == (in_pairs and nbytes >= 512), nbytes
+        assert (".reqnctapercluster 2" in code) == (in_clusters and nbytes >= 512), nbytes
         # A thread that reads a word of a victim also replaces it. A barrier would hint at other layouts.
-        assert "bar.sync" not in code, nbytes
+        assert not any(word in code for word in ("bar.sync", ".shared", "mapa")), nbytes
         assert len(re.findall(r"(?:ld|st)\.global[.\w:]*\.(?:v2\.b64|v4\.b32)", code)) >= 4, nbytes
     for keys in ("*i32", "*i64"):
         shape = {"STRIDE": 1536, "DIM": 48, "COLUMNS": 64, "ROWS": 16}

@@ -16,7 +16,7 @@ from flatbed.kernels.cache import CacheIndex
 
 SIZES = [16, 64, 128, 256, 384, 512, 1024, 1536, 2048, 4096, 4224]
 SHAPES = [None, MoverShape(96, 4, 1), MoverShape(2, 8, 32)]
-"""None stands for those of the table."""
+"""None stands for that of `mover_shape`."""
 N_ROWS, N_SLOTS = 90, 40
 
 
@@ -93,9 +93,9 @@ def test_flush(
 
 
 def test_every_size_has_a_shape() -> None:
-    for both_ways, in_pairs in itertools.product((False, True), repeat=2):
+    for both_ways, in_clusters in itertools.product((False, True), repeat=2):
         for nbytes in (16, *SIZES, 1 << 17):
-            shape = movers.mover_shape(nbytes, both_ways=both_ways, in_pairs=in_pairs)
-            assert shape.programs * shape.n_sms == movers.MOVERS
+            shape = movers.mover_shape(nbytes, both_ways=both_ways, in_clusters=in_clusters)
+            assert shape.programs * shape.ctas == movers.MOVERS
             assert shape.warps in (1, 2, 4, 8, 16, 32)
             assert shape.rows & (shape.rows - 1) == 0

@@ -326,6 +326,31 @@ def test_a_graph_is_replayed_again_when_its_decisions_are_gone(monkeypatch: pyte
 
 @pytest.mark.usefixtures("kernel_device")
 @interpreted
+def test_graphs_are_for_a_number_of_keys_and_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One for a smaller window would evict rows that are in use."""
+    cache = cache_of(made(100, 40))
+    simulate_graphs(monkeypatch, cache)
+    for window, n in [(1, 2), (2, 2), (1, 3)] * 3:
+        prefetch(cache, range(n), window)
+    assert [graph.kind for graph in cache._graphs._graphs] == [(2, 1), (2, 2), (3, 1)]
+
+
+@pytest.mark.usefixtures("kernel_device")
+@interpreted
+def test_graphs_have_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if losses of many batches are kept."""
+    cache = cache_of(made(100, 90))
+    simulate_graphs(monkeypatch, cache)
+    monkeypatch.setattr(kernels, "MAX_BYTES", 3 * 20 * kernels.KEY_BYTES)
+    held = [prefetch(cache, range(n, n + 20), 2) for n in range(8)]
+    nbytes = [graph.out.memory.nbytes for graph in cache._graphs._graphs]
+    assert len(nbytes) == 3
+    assert sum(nbytes) <= kernels.MAX_BYTES
+    assert [batch.unique.rows.tolist() for batch in held if batch] == [[*range(n, n + 20)] for n in range(8)]
+
+
+@pytest.mark.usefixtures("kernel_device")
+@interpreted
 def test_few_graphs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a size for each batch there would be no end of them."""
     index = decisions.CacheIndex(100, 100, policy="lru", device=CPU)
@@ -334,11 +359,11 @@ def test_few_graphs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def capture(_: Any, kind: tuple[int, int], *__: Any) -> Any:
         captured.append(kind[0])
-        return mock.Mock(kind=kind, is_free=True)
+        return mock.Mock(kind=kind, is_free=True, **{"out.memory.nbytes": 68 * kind[0]})
 
     monkeypatch.setattr(kernels, "DecisionGraph", capture)
     for n in (*range(1, 200), *[7] * 10, *[8] * 5, *[*range(20, 60)] * 6):
-        graphs.decide(torch.arange(n), 2)
+        graphs.find(n, 2, captures=True)
     assert captured[:2] == [7, 8]
     assert len(captured) == kernels.MAX_GRAPHS
     assert len(graphs._n_uses) <= kernels.MAX_KINDS
@@ -370,6 +395,26 @@ def test_rows_of_a_file_are_reserved_by_graphs(
         assert set(rows) <= cached_rows(emb)
     every = torch.arange(100)
     assert torch.equal(emb.read_rows(every), made(100, 60, seed=5).read_rows(every))
+
+
+@pytest.mark.usefixtures("kernel_device")
+@interpreted
+@pytest.mark.parametrize("reason", ["a direct lookup", "a capture of the user"])
+def test_where_rows_of_a_file_have_no_graphs(
+    reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    emb = made(100, 60, storage="disk", path=tmp_path / "table")
+    cache = cache_of(emb)
+    simulate_graphs(monkeypatch, cache)
+    monkeypatch.setattr(host_copy, "is_capturing", lambda device: reason == "a capture of the user")
+    for n in range(5):
+        if reason == "a direct lookup":
+            admit(emb, [n, n + 1])
+        else:
+            cache.reserve(torch.tensor([n, n + 1]))
+        cache.prefetch(torch.empty(0), window=0, reservation=None)
+    assert not cache._graphs._graphs
+    assert cached_rows(emb) == {*range(6)}
 
 
 @pytest.mark.usefixtures("kernel_device")
@@ -829,6 +874,20 @@ class TestOrder:
         simulation.prefetch([torch.tensor([2])])
         assert simulation.work[-2].part == "decisions"
         assert simulation.work[-2].before == {0, 7}
+
+    def test_a_loop_that_is_left_while_a_graph_is_found(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """By the garbage collector, or by another thread."""
+        simulation, left = Simulation(monkeypatch, N_ROWS, 1, 1), Stream()
+        left.before.add(7)
+        find = simulation.cache._graphs.find
+
+        def find_and_leave(*args: Any, **options: Any) -> Any:
+            simulation.cache.prefetch_after(left)
+            return find(*args, **options)
+
+        monkeypatch.setattr(simulation.cache._graphs, "find", find_and_leave)
+        simulation.prefetch([torch.tensor([2])])
+        assert simulation.work[0].before == {7}
 
     @pytest.mark.parametrize("name", ["protects", "wait_for_prefetch", None])
     def test_each_rule_is_needed(self, name: str | None, monkeypatch: pytest.MonkeyPatch) -> None:

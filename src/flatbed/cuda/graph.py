@@ -39,11 +39,11 @@ def can_capture(device: torch.device) -> bool:
 
 
 class Graph:
-    """Launches of a function, which are issued at once when the graph is replayed.
+    """Launches of a function, which a replay issues in one call.
 
     The function has issued the same launches before, so that all kernels are loaded. It does not wait, and
-    draws no random numbers. All graphs of a purpose are replayed in the stream of that purpose: they share
-    the memory that their functions allocate and free.
+    does not use torch's random generator. All graphs of a purpose are replayed in the stream of that purpose:
+    they share the memory that their functions allocate and free.
     """
 
     def __init__(self, function: Callable[[], object], device: torch.device, purpose: str) -> None:

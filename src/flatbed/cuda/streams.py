@@ -22,8 +22,8 @@ Events between them, and the reason for each
 | "rows", after the decisions on a batch, of all tables | "records" | they name the records to move |
 | `PendingBatch.ready`, after copies, decisions and moves | training | the step reads batch and slots |
 | `earlier_steps`: training, at each `next` of a loop | "rows" | an admission may evict rows of those steps |
-| | "rows" | earlier work may use the memory that a batch is copied to |
-| | loader thread, on the host | its batches are copied after earlier steps: few are on the device |
+| `earlier_steps` | "rows" | earlier work may use the memory that a batch is copied to |
+| `earlier_steps` | loader thread, on the host | copies follow earlier steps: few batches are on the device |
 | "records", at work on rows that `GpuCache.protects` does not cover | training | admissions may move them |
 | training, at such work | "rows" | the next admission may evict these rows |
 | `Reservation.ready`, after records were copied to the device | "rows" | the lookup reads them |
@@ -45,8 +45,8 @@ a query of the GPU, 50 to 70 µs per step on a slow host. So batches that the tr
 - Their memory is allocated in the training stream, as if the loop had made them. The copies in "rows" are
   ordered after the allocation (`earlier_steps`), and the step after the copies (`ready`).
 - Memory of a `GpuCache`'s admissions is allocated in "rows", or belongs to a graph that is replayed there. A
-  `next` drops that of the last step, and lets "rows" wait for that step, before "rows" uses the memory again.
-  The step had waited for the moves in "records".
+  `next` lets "rows" wait for the last step, and then frees the memory of that step's admissions. The step
+  had waited for the moves in "records".
 
 Other memory needs it: batches that a loader thread allocates in "batches", for training; their ids, or those
 of a list of GPU tensors, for "rows" and "files"; decisions of "files", for training; batches of a loop that

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from flatbed.cuda.driver import DriverError
 from flatbed.cuda.graph import Graph, can_capture
+from flatbed.cuda.streams import stream_for
 from flatbed.kernels import NONE, RecordLocation, UniqueRows
 from flatbed.kernels._triton.launch import TYPES, Kernel
 from flatbed.kernels._triton.rows import (
@@ -26,7 +27,7 @@ from flatbed.kernels._triton.rows import (
     as_results,
     even,
     field,
-    has_pairs,
+    has_clusters,
     mover_shape,
     power,
     result_sizes,
@@ -37,7 +38,8 @@ from flatbed.kernels.cache import ROUNDS, CacheIndex, Placement
 PROBE, SELECT = 512, 128  # rows per program
 FLUSH = 1 << 20  # slots whose changed records are listed at a time
 N_EAGER = 4  # admissions of so many keys before their decisions are captured
-MAX_KINDS, MAX_GRAPHS = 64, 32  # numbers of keys that are counted, and graphs
+MAX_KINDS = 64  # numbers of keys that are counted
+MAX_GRAPHS, MAX_BYTES, KEY_BYTES = 16, 1 << 28, 68  # graphs, their memory, and that of a key, at most
 
 
 @triton.jit
@@ -295,7 +297,7 @@ class Decisions:
     missing: Tensor
     slots: Tensor
     victims: Tensor
-    """Changed rows that are in the slots, and are written back; -1 for none."""
+    """Changed rows that the slots held before, and that are written back; -1 for none."""
     n_missing: Tensor
     """The number of missing rows, and that of cached ones."""
     keys: Tensor | None = None
@@ -351,8 +353,8 @@ def decide(
 ) -> Decisions:
     """Find the unique rows of keys, and give a slot to each missing one. Writes the index, moves no record.
 
-    `index.moving` is True after that, unless there are no keys. `GpuCache` issues the moves, or queues the
-    decisions, and resets it. `HostCopyCache` does not use it.
+    `index.moving` is True after that, unless there are no keys. `admit` issues the moves, or `GpuCache`
+    queues the decisions, and resets it. `HostCopyCache` does not use it.
     """
     n, device, n_rows = keys.numel(), keys.device, index.slot_of_row.numel()
     out = out or Decisions.allocate(n, device)
@@ -389,41 +391,41 @@ class DecisionGraphs:
         self._n_uses: dict[tuple[int, int], int] = {}
         self._graphs: list[DecisionGraph] = []
         self._wanted: tuple[int, int] | None = None
+        """The kind that another thread needs a graph for."""
         self._can_capture = can_capture(index.clock.device)
 
-    def decide(self, ids: Tensor, window: int) -> Decisions:
-        """Decide in the current stream. The decisions have the keys."""
-        graph = self.find(ids.numel(), window) or self.capture()
+    def decide(self, ids: Tensor, window: int, graph: DecisionGraph | None) -> Decisions:
+        """Decide in the current stream, by a graph if one was found. The decisions have the keys."""
         if graph is not None and self.replay(graph, ids):
             return graph.lend()
         keys = ids.to(self._dtype)
         return replace(decide(self._index, keys, window), keys=keys)
 
-    def find(self, n: int, window: int) -> DecisionGraph | None:
-        """Return a graph for n keys whose last decisions are no longer in use; None if there is none."""
+    def find(self, n: int, window: int, *, captures: bool) -> DecisionGraph | None:
+        """Return a graph for n keys whose last decisions are no longer in use; None if there is none.
+
+        `captures`: capture one if they are frequent. That is for the training thread only: if another thread
+        captured, a synchronization by the user's code could fail meanwhile. Another thread has one captured
+        by `capture_wanted`.
+        """
         kind = n, window
+        if not self._can_capture:
+            return None
         for graph in self._graphs:
             if graph.kind == kind and graph.is_free:
                 return graph
-        if self._is_frequent(kind):
-            self._wanted = kind
+        if not self._is_frequent(kind):
+            return None
+        if captures:
+            return self._capture(kind)
+        self._wanted = kind
         return None
 
-    def capture(self) -> DecisionGraph | None:
-        """Capture the graph that `find` lacked, if its kind is frequent.
-
-        Only for the training thread: the GPU must not be waited for meanwhile, as the user may do there.
-        """
+    def capture_wanted(self) -> None:
+        """Capture the graph that another thread has not found. In the training thread."""
         kind, self._wanted = self._wanted, None
-        if kind is None:
-            return None
-        try:
-            graph = DecisionGraph(self._index, kind, self._dtype, self._purpose)
-        except GraphError as error:
-            self._stop(error)
-            return None
-        self._graphs.append(graph)
-        return graph
+        if kind is not None and all(graph.kind != kind for graph in self._graphs):
+            self._capture(kind)
 
     def replay(self, graph: DecisionGraph, ids: Tensor) -> bool:
         """Decide in the current stream. Returns False, and uses no graphs any more, if nothing has run."""
@@ -435,12 +437,22 @@ class DecisionGraphs:
         return True
 
     def _is_frequent(self, kind: tuple[int, int]) -> bool:
-        if not self._can_capture or not kind[0] or len(self._graphs) >= MAX_GRAPHS:
+        n_bytes = sum(graph.out.memory.nbytes for graph in self._graphs)
+        if not kind[0] or len(self._graphs) >= MAX_GRAPHS or n_bytes + kind[0] * KEY_BYTES > MAX_BYTES:
             return False
         if kind not in self._n_uses and len(self._n_uses) == MAX_KINDS:
             self._n_uses.clear()
         self._n_uses[kind] = self._n_uses.get(kind, 0) + 1
         return self._n_uses[kind] > N_EAGER
+
+    def _capture(self, kind: tuple[int, int]) -> DecisionGraph | None:
+        try:
+            graph = DecisionGraph(self._index, kind, self._dtype, self._purpose)
+        except GraphError as error:
+            self._stop(error)
+            return None
+        self._graphs.append(graph)
+        return graph
 
     def _stop(self, error: GraphError) -> None:
         self._can_capture = False
@@ -462,8 +474,10 @@ class DecisionGraph:
         self.kind, self._index, self._dtype, device = kind, index, dtype, index.clock.device
         self._user: weakref.ref[UniqueRows] | None = None
         n, window = kind
+        # Memory of the stream that replays it: other streams may still use theirs.
+        stream = stream_for(device, purpose) if device.type == "cuda" else None
         try:
-            with torch.inference_mode(False):  # later replays may be outside
+            with torch.inference_mode(False), torch.cuda.stream(stream):  # later replays may be outside
                 self.out = out = Decisions.allocate(n, device, dtype)
                 self._keys = cast(Tensor, out.keys)
                 self._graph = Graph(lambda: decide(index, self._keys, window, out=out), device, purpose)
@@ -518,8 +532,8 @@ def fill_and_write_back(
 ) -> None:
     """Read missing records into slots, and write back the changed ones that they replace."""
     device = missing.device
-    in_pairs = device.type == "cuda" and has_pairs(device)
-    shape = shape or mover_shape(location.stride, both_ways=True, in_pairs=in_pairs)
+    in_clusters = device.type == "cuda" and has_clusters(device)
+    shape = shape or mover_shape(location.stride, both_ways=True, in_clusters=in_clusters)
     n_programs = min(shape.programs, -(-missing.numel() // shape.rows))
     launch = _fill_kernel(location.stride, shape)
     args = *location.addresses, missing, slots, victims, n_missing
@@ -530,11 +544,11 @@ def fill_and_write_back(
 def _fill_kernel(stride: int, shape: MoverShape) -> Kernel:
     words = stride // 8
     constants = stride, words, min(power(words), MAX_COLUMNS), shape.rows
-    return Kernel(fill_and_write_back_kernel, *constants, num_warps=shape.warps, num_ctas=shape.n_sms)
+    return Kernel(fill_and_write_back_kernel, *constants, num_warps=shape.warps, num_ctas=shape.ctas)
 
 
 def flush(index: CacheIndex, location: RecordLocation, shape: MoverShape | None = None) -> None:
-    """Write changed records back; they stay in the cache. Waits for the device."""
+    """Write changed records back; they stay in the cache. Waits for lists of slots, not for all writes."""
     shape = shape or mover_shape(location.stride)
     for first in range(0, index.n_slots, FLUSH):
         slots = index.dirty[first : first + FLUSH].nonzero().flatten() + first

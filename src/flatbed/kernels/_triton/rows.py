@@ -25,14 +25,14 @@ class MoverShape(NamedTuple):
 
     programs: int
     warps: int
-    """On each SM."""
+    """Of each CTA."""
     rows: int
-    n_sms: int = 1
-    """SMs of each program; they are neighbours."""
+    ctas: int = 1
+    """CTAs of each program; more than one are a thread block cluster."""
 
 
-MOVERS = 4  # SMs in all
-MOST_BYTES, MOST_ROWS = 1 << 16, 256  # that are in flight on an SM
+MOVERS = 4  # CTAs of all programs
+MOST_BYTES, MOST_ROWS = 1 << 16, 256  # that a CTA has in flight
 MAX_COLUMNS = 512  # words of a record in flight; longer records are moved in several parts
 
 
@@ -47,26 +47,25 @@ def tile(columns: int, elements: int) -> int:
 
 
 @functools.cache
-def mover_shape(nbytes: int, *, both_ways: bool = False, in_pairs: bool = False) -> MoverShape:
+def mover_shape(nbytes: int, *, both_ways: bool = False, in_clusters: bool = False) -> MoverShape:
     """Return the shape for records of so many bytes, which are read, written, or both at once.
 
     A few programs with many records in flight saturate the bus, and leave the other SMs to the model.
-    Measured on an H200 for records of 64 bytes to 4 KiB: alone at least 92 % of the rate of 96 or more
-    programs of 4 warps.
+    `tests.scripts.measure_movers` compares them with 96 and more programs of 4 warps.
 
-    `in_pairs`: two neighbouring SMs for each program, unless records are small and soon moved. Kernels whose
-    own programs run in pairs, as matrix products and convolutions of an H200 do, lose four SMs to pairs, and
-    eight to single ones.
+    `in_clusters`: each program is a cluster of two CTAs, unless records are small and soon moved. Matrix
+    products and convolutions of an H200 run in clusters of two, too: four single CTAs take eight SMs from
+    them, and two clusters take four.
     """
     size = min(power(nbytes), 8 * MAX_COLUMNS)
     n_rows = min(MOST_ROWS, MOST_BYTES // size)
-    warps, n_sms = 16 if both_ways else 32, 2 if in_pairs and size >= 512 else 1
-    return MoverShape(MOVERS // n_sms, warps, n_rows * n_sms, n_sms)
+    warps, ctas = 16 if both_ways else 32, 2 if in_clusters and size >= 512 else 1
+    return MoverShape(MOVERS // ctas, warps, n_rows * ctas, ctas)
 
 
 @functools.cache
-def has_pairs(device: torch.device) -> bool:
-    """Return True for GPUs whose programs can run on neighbouring SMs: those of NVIDIA since Hopper."""
+def has_clusters(device: torch.device) -> bool:
+    """Return True for GPUs with thread block clusters: those of NVIDIA since Hopper."""
     return torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (9, 0)
 
 

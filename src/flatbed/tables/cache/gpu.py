@@ -1,6 +1,6 @@
 """Cache whose index and records are on the computing device, over storage that its kernels can address.
 
-Every kernel that reads or writes a row asks the index first. So the only hazard is an admission that moves a
+Every kernel that reads or writes a row reads the index first. So the only hazard is an admission that moves a
 row while work in another stream uses the row.
 
 **Streams.** Admissions run in the training stream, or ahead of time (`prefetch`). Prefetches run in two
@@ -28,9 +28,10 @@ into the cache together, so that all their rows are in slots.
   `wait_for_prefetch`: the current stream waits for the stream "records", and the next prefetch waits for the
   current stream.
 - The index's clock on the device and `_n_admissions` on the host count the same admissions.
-- A graph of decisions writes to the same memory at each replay. It is replayed again once nothing on the host
-  refers to its last decisions: their step is issued then, and the `next` that prefetches has let "rows" wait
-  for that step. If a loop is left, `prefetch_after` orders the next prefetch after its moves and last step.
+- A graph of decisions writes to the same memory at each replay. It is replayed again when the `UniqueRows`
+  object of its last decisions is gone: their step is issued then, and the `next` that prefetches has let
+  "rows" wait for it. If a loop is left, `prefetch_after` orders the next prefetch after its moves and its
+  last step.
 - CUDA graphs of the user run admissions that the host does not count, and lookups at any time. From the first
   capture of either on, nothing is prefetched and nothing is protected.
 """
@@ -86,10 +87,9 @@ class GpuCache:
         self._sizes: deque[int] = deque(maxlen=MAX_WINDOW)  # ids of the last admissions
         self._window = 0
         self._oldest_protected = 1
-        self._streams_to_await: set[torch.cuda.Stream] = (
-            set()
-        )  # by the next prefetch: these waited for others
-        self._streams_of_left_loops: set[torch.cuda.Stream] = set()  # by the next prefetch, too
+        # The next prefetch waits for both: streams with other work, and those of loops that ended early.
+        self._streams_to_await: set[torch.cuda.Stream] = set()
+        self._streams_of_left_loops: set[torch.cuda.Stream] = set()
         self._has_prefetched = False
         self._graphs = kernels.DecisionGraphs(self.index, key_dtype(storage.n_rows, device), "rows")
         self._decided: deque[Decisions] = deque()  # prefetches whose moves are not issued yet
@@ -123,7 +123,7 @@ class GpuCache:
         Returns the keys of the ids, their unique rows, and the admission. Rows are kept if the ids, which are
         in range, fit in addition to those of the last `window` admissions.
         The current stream, "rows", is ordered after the training work on all batches before these. The caller
-        may prefetch further batches, and then calls `issue_moves`, before anything else uses the cache.
+        may prefetch further lookups, and then calls `issue_moves`, before anything else uses the cache.
         """
         if self.in_graphs or is_capturing(self.device):
             return None
@@ -131,13 +131,15 @@ class GpuCache:
         n = ids.numel()
         if not self._has_room(n, window):
             return None
+        # First: once its last decisions are gone, `prefetch_after` has been called for them.
+        graph = self._graphs.find(n, window, captures=True)
         for streams in (self._streams_to_await, self._streams_of_left_loops):
             while streams:
                 stream_for(self.device, "rows").wait_stream(streams.pop())
         self._has_prefetched = True
         oldest = self._begin_admission(n, window)
         try:
-            decided = self._graphs.decide(ids, window)
+            decided = self._graphs.decide(ids, window, graph)
             if n:
                 self._decided.append(decided)
                 self.index.moving = False

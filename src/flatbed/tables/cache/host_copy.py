@@ -1,14 +1,15 @@
 """Cache over table files, and over memory that kernels cannot address: the host copies the records.
 
 Kernels decide which rows get which slots, as in `gpu`, if the computing device has kernels; otherwise numpy
-does. The index is where decisions are made. Records are in the memory of the computing device. The host waits
-for the decisions, reads missing records, gives the writer copies of changed ones that they replace, and fills
-the slots.
+does. The index is on the device that decides. Records are in the memory of the computing device. The host
+waits for the decisions, reads missing records, gives the writer copies of changed ones that they replace, and
+fills the slots.
 
 A `Reservation` keeps the rows of a prefetched batch in their slots until it is released. Lookups and updates
 of reserved rows take no lock, because the thread that reads the file holds it for as long as the disk takes;
-`reserve_space` takes it only if the journal must grow. Every other access takes the lock. Threads use
-different streams, so that each access also waits for the event of the one before (`_ordered`).
+`reserve_space` takes it only if the journal must grow, or if a write has failed. Every other access takes the
+lock. Threads use different streams, so that each access also waits for the event of the one before
+(`_ordered`).
 """
 
 from __future__ import annotations
@@ -205,7 +206,7 @@ class HostCopyCache:
         Returns its keys, its unique rows, and the admission. `ids` and `window` are for `GpuCache`.
         """
         if self._kernels is not None and not is_capturing(self.device):
-            self._graphs.capture()  # here, since another thread calls `reserve`
+            self._graphs.capture_wanted()  # here, since another thread calls `reserve`
         if reservation is None or not reservation.is_live:
             return None
         if reservation.ready is not None:
@@ -228,12 +229,12 @@ class HostCopyCache:
     ) -> tuple[Tensor, UniqueRows, Placement]:
         """Find the unique rows of ids, and admit them; fewer, if there are not enough slots.
 
-        Also returns the keys of the ids. The ids are keys, unless this `is_ahead` of time: then they are in
-        range, and have any dtype.
+        Also returns the keys of the ids. With `is_ahead`, the ids are in range, of any integer dtype.
+        Otherwise they are keys.
         """
         if not ids.numel():
-            none = np.empty(0, np.int64)
-            return ids, ops.unique(ids, self.n_rows), Placement(none, none, none, 0, is_whole=True)
+            none, keys = np.empty(0, np.int64), self._keys(ids) if is_ahead else ids
+            return keys, ops.unique(keys, self.n_rows), Placement(none, none, none, 0, is_whole=True)
         try:
             self._keep_reserved()
             found = self._decide_by_graph(ids) if is_ahead and self._kernels is not None else None
@@ -254,7 +255,7 @@ class HostCopyCache:
 
     def _decide_by_graph(self, ids: Tensor) -> tuple[Tensor, UniqueRows, Placement] | None:
         """Decide as `_decide` does, if a CUDA graph of the kernels is at hand. Also returns the keys."""
-        graph = self._graphs.find(ids.numel(), window=0)
+        graph = self._graphs.find(ids.numel(), window=0, captures=False)
         if graph is None:
             return None
         self._begin_decision(graph.out)
@@ -279,7 +280,7 @@ class HostCopyCache:
         return unique, placement
 
     def _begin_decision(self, decided: Decisions) -> None:
-        """Let kernels decide next. After an interruption, this memory lists the slots that they assigned."""
+        """Fill a placement with -1 and keep it: it will list what an interrupted decision has assigned."""
         decided.placed.fill_(NONE)
         self._unmoved = Unmoved(decided)
 
