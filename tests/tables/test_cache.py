@@ -696,6 +696,8 @@ class Work:
     rows: set[int]
     part: str | None
     before: set[int]
+    memory: int
+    """Address of the decisions that are written, or read by moves and steps; 0 for none."""
 
 
 class Simulation:
@@ -708,6 +710,7 @@ class Simulation:
         self.streams = {"rows": Stream(), "records": Stream()}
         self.work: list[Work] = []
         self.moving: dict[int, set[int]] = {}
+        self.memory: list[Tensor] = []  # kept, so that each address stands for one piece of memory
         self.pending: list[tuple[list[LookupBatch], Any]] = []
         self.begun: list[list[LookupBatch]] = []
         self.cache.device = torch.device("cuda")
@@ -716,13 +719,14 @@ class Simulation:
         def issue_decisions(index: Any, keys: Tensor, *args: Any, **options: Any) -> Any:
             before = index.slot_of_row.clone()
             found = decide(index, keys, *args, **options)
+            self.memory.append(found.memory)
             self.moving[id(found.memory)] = set((index.slot_of_row != before).nonzero().flatten().tolist())
-            self.issue(self.moving[id(found.memory)], "decisions")
+            self.issue(self.moving[id(found.memory)], "decisions", memory=found.memory)
             return found
 
         def issue_moves(decided: Any, location: Any, stream: Stream | None = None) -> None:
             move(decided, location)
-            self.issue(self.moving[id(decided.memory)], "moves", stream)
+            self.issue(self.moving[id(decided.memory)], "moves", stream, decided.memory)
 
         monkeypatch.setattr(kernels, "decide", issue_decisions)
         monkeypatch.setattr(kernels, "move", issue_moves)
@@ -730,9 +734,15 @@ class Simulation:
         monkeypatch.setattr(gpu, "stream_for", lambda device, purpose: self.streams[purpose])
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.current)
 
-    def issue(self, rows: set[int], part: str | None = None, stream: Stream | None = None) -> None:
-        stream = stream or self.current
-        self.work.append(Work(rows, part, set(stream.before)))
+    def issue(
+        self,
+        rows: set[int],
+        part: str | None = None,
+        stream: Stream | None = None,
+        memory: Tensor | None = None,
+    ) -> None:
+        stream, address = stream or self.current, 0 if memory is None else memory.untyped_storage().data_ptr()
+        self.work.append(Work(rows, part, set(stream.before), address))
         stream.before.add(len(self.work) - 1)
 
     def prefetch(self, lookups: list[Tensor]) -> None:
@@ -753,31 +763,58 @@ class Simulation:
 
     def use(self, batch: LookupBatch | None, rows: Tensor) -> None:
         self.cache.location_for(batch)
-        self.issue(set(rows.tolist()))
+        self.issue(set(rows.tolist()), memory=None if batch is None else batch.unique.rows)
+
+    def leave(self) -> None:
+        """Leave the loop: its batches end, and work on them goes on."""
+        for held in [self.begun[-1], *(batches for batches, _ in self.pending)]:
+            for _ in held:
+                self.cache.prefetch_after(self.training)
+                self.cache.prefetch_after(self.streams["records"])
+        self.pending, self.begun = [], []
 
     def conflicts(self) -> int:
-        """Pairs of equal parts of admissions, or of a part and other work on its rows, in no order."""
+        """Pairs of equal parts of admissions, or of a part and other work on its rows, in no order.
+
+        Also work that uses decisions while others are written to their memory.
+        """
         found = 0
         for (i, one), (j, other) in combinations(enumerate(self.work), 2):
-            if i not in other.before and j not in one.before and one.part != other.part:
-                found += None in (one.part, other.part) and bool(one.rows & other.rows)
-            elif i not in other.before and j not in one.before:
+            if i in other.before or j in one.before:
+                continue
+            if one.part == other.part:
                 found += one.part is not None
+            else:
+                found += None in (one.part, other.part) and bool(one.rows & other.rows)
+            found += one.memory == other.memory != 0 and "decisions" in (one.part, other.part)
         return found
 
 
-def simulate(monkeypatch: pytest.MonkeyPatch, seed: int, *, is_ordered: bool = True) -> Simulation:
-    """Take steps as a loop over a `Prefetcher` does. `is_ordered`: prefetches wait for earlier steps."""
+def simulate(
+    monkeypatch: pytest.MonkeyPatch, seed: int, *, is_ordered: bool = True, leaves: bool = False
+) -> Simulation:
+    """Take steps as a loop over a `Prefetcher` does. `is_ordered`: prefetches wait for earlier steps.
+
+    `leaves`: by graphs of decisions, in several loops that are left early, the next one in another stream.
+    """
     draw = random.Random(seed)
     depth, n_lookups = draw.choice([0, 1, 2]), draw.choice([1, 1, 2])
     simulation = Simulation(monkeypatch, draw.choice([6, 12, 20, N_ROWS]), depth, n_lookups)
+    if leaves:
+        simulate_graphs(monkeypatch, simulation.cache)
 
     def ids() -> Tensor:
         return torch.tensor(
             [draw.randrange(N_ROWS) for _ in range(draw.choice([0, 1, 2, 3]))], dtype=torch.int64
         )
 
-    for _ in range(14):
+    for number in range(28 if leaves else 14):
+        if leaves and number % 7 == 6:
+            simulation.leave()
+            before, simulation.training = simulation.training, Stream()
+            simulation.current = simulation.training
+            if draw.choice([True, False]):
+                simulation.training.wait_stream(before)
         if is_ordered:
             simulation.streams["rows"].wait_stream(simulation.training)
         while len(simulation.pending) < depth + 1:
@@ -795,6 +832,8 @@ def simulate(monkeypatch: pytest.MonkeyPatch, seed: int, *, is_ordered: bool = T
         batches = [batch for held in simulation.begun[-3:] for batch in held]
         for batch in batches if other == "late" else simulation.begun[-1]:
             simulation.use(batch, batch.keys)  # step
+        del simulation.begun[:-3], batches
+        batch = None  # its decisions may be gone
     return simulation
 
 
@@ -804,6 +843,26 @@ class TestOrder:
     @pytest.mark.parametrize("seed", range(4))
     def test_no_conflicts(self, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
         assert simulate(monkeypatch, seed).conflicts() == 0
+
+    @pytest.mark.parametrize("seed", range(4))
+    def test_no_conflicts_in_memory_of_graphs(self, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        simulation = simulate(monkeypatch, seed, leaves=True)
+        written = [work.memory for work in simulation.work if work.part == "decisions"]
+        assert len({*written}) < len(written), "no memory was written again"
+        assert simulation.conflicts() == 0
+
+    @pytest.mark.parametrize("rule", ["is_free", "prefetch_after"])
+    def test_each_rule_of_graphs_is_needed(self, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        if rule == "is_free":
+            monkeypatch.setattr(kernels.DecisionGraph, "is_free", True)
+        else:
+            monkeypatch.setattr(gpu.GpuCache, "prefetch_after", lambda *_: None)
+
+        def has_conflicts(seed: int) -> bool:
+            with monkeypatch.context() as patch:
+                return simulate(patch, seed, leaves=True).conflicts() > 0
+
+        assert any(map(has_conflicts, range(10)))
 
     def test_prefetches_overlap_training(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """With room for all batches, a prefetch does not wait for the batch in hand, nor the other way."""
