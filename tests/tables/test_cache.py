@@ -399,6 +399,28 @@ def test_rows_of_a_file_are_reserved_by_graphs(
 
 @pytest.mark.usefixtures("kernel_device")
 @interpreted
+def test_rows_of_a_file_that_are_reserved_during_a_capture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other thread asks for the graph that is being captured: there is one in the end."""
+    cache = cache_of(made(100, 60, storage="disk", path=tmp_path / "table"))
+    simulate_graphs(monkeypatch, cache)
+    make, reserved = kernels.Graph, []
+
+    def capture(function: Any, *args: Any) -> Any:
+        thread = threading.Thread(target=lambda: reserved.append(cache.reserve(torch.tensor([50, 51]))))
+        thread.start()
+        thread.join()
+        return make(function, *args)
+
+    monkeypatch.setattr(kernels, "Graph", capture)
+    for n in range(6):
+        cache.prefetch(torch.empty(0), window=0, reservation=cache.reserve(torch.tensor([2 * n, 2 * n + 1])))
+    assert len(cache._graphs._graphs) == len(reserved) == 1
+
+
+@pytest.mark.usefixtures("kernel_device")
+@interpreted
 @pytest.mark.parametrize("reason", ["a direct lookup", "a capture of the user"])
 def test_where_rows_of_a_file_have_no_graphs(
     reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -795,13 +817,15 @@ def simulate(
 ) -> Simulation:
     """Take steps as a loop over a `Prefetcher` does. `is_ordered`: prefetches wait for earlier steps.
 
-    `leaves`: by graphs of decisions, in several loops that are left early, the next one in another stream.
+    `leaves`: by graphs of decisions, in several loops that are left early. The next one may be in another
+    stream, which is in no order with the one before if the table is used in the loops alone.
     """
     draw = random.Random(seed)
     depth, n_lookups = draw.choice([0, 1, 2]), draw.choice([1, 1, 2])
     simulation = Simulation(monkeypatch, draw.choice([6, 12, 20, N_ROWS]), depth, n_lookups)
     if leaves:
         simulate_graphs(monkeypatch, simulation.cache)
+    only_loops = leaves and draw.choice([True, False])
 
     def ids() -> Tensor:
         return torch.tensor(
@@ -813,7 +837,7 @@ def simulate(
             simulation.leave()
             before, simulation.training = simulation.training, Stream()
             simulation.current = simulation.training
-            if draw.choice([True, False]):
+            if not only_loops:
                 simulation.training.wait_stream(before)
         if is_ordered:
             simulation.streams["rows"].wait_stream(simulation.training)
@@ -822,7 +846,7 @@ def simulate(
         simulation.begin()
         for batch in simulation.begun[-1]:
             simulation.use(batch, batch.keys)  # lookup
-        other = draw.choice(["none", "none", "none", "admit", "read", "late"])
+        other = draw.choice(["none", "none", "late"] + ["none", "admit", "read"] * (not only_loops))
         if other == "admit":
             keys = ids()
             unique, number = simulation.cache.admit(keys)
