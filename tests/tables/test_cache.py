@@ -24,6 +24,7 @@ import flatbed
 from flatbed.cuda.driver import Driver, DriverError
 from flatbed.kernels import cache as decisions
 from flatbed.kernels._triton import cache as kernels
+from flatbed.kernels._triton import decision_graphs
 from flatbed.tables.cache import gpu, host_copy
 from flatbed.tables.cache.base import LookupBatch
 from flatbed.tables.grads import RowGrads, merge_grads
@@ -233,7 +234,7 @@ def decided(policy: str) -> tuple[list[Tensor], Any]:
 def test_graphs_decide_as_launches_do(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     launched, cache = decided(policy)
     assert not cache._graphs._graphs
-    monkeypatch.setattr(kernels, "N_EAGER", 1)
+    monkeypatch.setattr(decision_graphs, "N_EAGER", 1)
     replayed, cache = decided(policy)
     assert [graph.kind[0] for graph in cache._graphs._graphs] == [64, 64, 63, 64]  # all results are in use
     assert all(map(torch.equal, replayed, launched))
@@ -241,7 +242,7 @@ def test_graphs_decide_as_launches_do(policy: str, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.gpu
 def test_a_graph_of_inference_mode_is_replayed_outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "N_EAGER", 1)
+    monkeypatch.setattr(decision_graphs, "N_EAGER", 1)
     cache = cache_of(made(100, 50, device="cuda"))
     with torch.inference_mode():
         for n in range(3):
@@ -266,7 +267,7 @@ def test_a_capture_that_fails_changes_nothing(step: str, monkeypatch: pytest.Mon
         return found
 
     monkeypatch.setattr(owner, step, fail)
-    monkeypatch.setattr(kernels, "N_EAGER", 1)
+    monkeypatch.setattr(decision_graphs, "N_EAGER", 1)
     state = torch.cuda.get_rng_state()
     with pytest.warns(UserWarning, match="could not be used .the driver does not like it"):
         found, cache = decided("lru")
@@ -281,9 +282,9 @@ interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are 
 
 def simulate_graphs(monkeypatch: pytest.MonkeyPatch, cache: Any, replay: Any = lambda: None) -> None:
     """Let graphs call their functions again, from the third batch of a size on."""
-    monkeypatch.setattr(kernels, "N_EAGER", 1)
+    monkeypatch.setattr(decision_graphs, "N_EAGER", 1)
     monkeypatch.setattr(
-        kernels, "Graph", lambda function, *_: mock.Mock(replay=lambda: replay() or function())
+        decision_graphs, "Graph", lambda function, *_: mock.Mock(replay=lambda: replay() or function())
     )
     cache._graphs._can_capture = True
 
@@ -341,11 +342,11 @@ def test_graphs_have_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if losses of many batches are kept."""
     cache = cache_of(made(100, 90))
     simulate_graphs(monkeypatch, cache)
-    monkeypatch.setattr(kernels, "MAX_BYTES", 3 * 20 * kernels.KEY_BYTES)
+    monkeypatch.setattr(decision_graphs, "MAX_BYTES", 3 * 20 * decision_graphs.KEY_BYTES)
     held = [prefetch(cache, range(n, n + 20), 2) for n in range(8)]
     nbytes = [graph.out.memory.nbytes for graph in cache._graphs._graphs]
     assert len(nbytes) == 3
-    assert sum(nbytes) <= kernels.MAX_BYTES
+    assert sum(nbytes) <= decision_graphs.MAX_BYTES
     assert [batch.unique.rows.tolist() for batch in held if batch] == [[*range(n, n + 20)] for n in range(8)]
 
 
@@ -354,19 +355,19 @@ def test_graphs_have_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_few_graphs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a size for each batch there would be no end of them."""
     index = decisions.CacheIndex(100, 100, policy="lru", device=CPU)
-    graphs, captured = kernels.DecisionGraphs(index, torch.int32, "rows"), []
+    graphs, captured = decision_graphs.DecisionGraphs(index, torch.int32, "rows"), []
     graphs._can_capture = True
 
     def capture(_: Any, kind: tuple[int, int], *__: Any) -> Any:
         captured.append(kind[0])
         return mock.Mock(kind=kind, is_free=True, **{"out.memory.nbytes": 68 * kind[0]})
 
-    monkeypatch.setattr(kernels, "DecisionGraph", capture)
+    monkeypatch.setattr(decision_graphs, "DecisionGraph", capture)
     for n in (*range(1, 200), *[7] * 10, *[8] * 5, *[*range(20, 60)] * 6):
         graphs.find(n, 2, captures=True)
     assert captured[:2] == [7, 8]
-    assert len(captured) == kernels.MAX_GRAPHS
-    assert len(graphs._n_uses) <= kernels.MAX_KINDS
+    assert len(captured) == decision_graphs.MAX_GRAPHS
+    assert len(graphs._n_uses) <= decision_graphs.MAX_KINDS
 
 
 @pytest.mark.usefixtures("kernel_device")
@@ -405,7 +406,7 @@ def test_rows_of_a_file_that_are_reserved_during_a_capture(
     """The other thread asks for the graph that is being captured: there is one in the end."""
     cache = cache_of(made(100, 60, storage="disk", path=tmp_path / "table"))
     simulate_graphs(monkeypatch, cache)
-    make, reserved = kernels.Graph, []
+    make, reserved = decision_graphs.Graph, []
 
     def capture(function: Any, *args: Any) -> Any:
         thread = threading.Thread(target=lambda: reserved.append(cache.reserve(torch.tensor([50, 51]))))
@@ -413,7 +414,7 @@ def test_rows_of_a_file_that_are_reserved_during_a_capture(
         thread.join()
         return make(function, *args)
 
-    monkeypatch.setattr(kernels, "Graph", capture)
+    monkeypatch.setattr(decision_graphs, "Graph", capture)
     for n in range(6):
         cache.prefetch(torch.empty(0), window=0, reservation=cache.reserve(torch.tensor([2 * n, 2 * n + 1])))
     assert len(cache._graphs._graphs) == len(reserved) == 1
@@ -878,7 +879,7 @@ class TestOrder:
     @pytest.mark.parametrize("rule", ["is_free", "prefetch_after"])
     def test_each_rule_of_graphs_is_needed(self, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
         if rule == "is_free":
-            monkeypatch.setattr(kernels.DecisionGraph, "is_free", True)
+            monkeypatch.setattr(decision_graphs.DecisionGraph, "is_free", True)
         else:
             monkeypatch.setattr(gpu.GpuCache, "prefetch_after", lambda *_: None)
 

@@ -73,6 +73,7 @@ class GpuCache:
 
     def __init__(self, storage: MemoryStorage, n_slots: int, *, policy: str, device: torch.device) -> None:
         from flatbed.kernels._triton import cache as kernels
+        from flatbed.kernels._triton.decision_graphs import DecisionGraphs
 
         self._kernels = kernels
         self.storage = storage
@@ -91,7 +92,7 @@ class GpuCache:
         self._streams_to_await: set[torch.cuda.Stream] = set()
         self._streams_of_left_loops: set[torch.cuda.Stream] = set()
         self._has_prefetched = False
-        self._graphs = kernels.DecisionGraphs(self.index, key_dtype(storage.n_rows, device), "rows")
+        self._graphs = DecisionGraphs(self.index, key_dtype(storage.n_rows, device), "rows")
         self._decided: deque[Decisions] = deque()  # prefetches whose moves are not issued yet
 
     # ---- admission

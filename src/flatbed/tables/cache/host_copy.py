@@ -97,9 +97,10 @@ class HostCopyCache:
         """For kernels, which are given cached rows only; None without kernels."""
         if use_triton(device):
             from flatbed.kernels._triton import cache as kernels
+            from flatbed.kernels._triton.decision_graphs import DecisionGraphs
 
             self._kernels = kernels
-            self._graphs = kernels.DecisionGraphs(index, ops.key_dtype(self.n_rows, device), "files")
+            self._graphs = DecisionGraphs(index, ops.key_dtype(self.n_rows, device), "files")
             self.location = RecordLocation(None, self.records, index.slot_of_row, index.dirty)
 
     @contextmanager
