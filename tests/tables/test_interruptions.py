@@ -11,12 +11,14 @@ from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
 import flatbed
+from flatbed.kernels._triton import decision_graphs
 from tests.data.fakes import wait_until
 from tests.tables.tables import everything
 
@@ -292,16 +294,23 @@ def test_interrupted_admission_by_kernels(storage: str, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("kernel_device")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are not interpreted")
-@pytest.mark.parametrize("n_lookups", [1, 2])
-def test_interrupted_prefetch_by_kernels(n_lookups: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("by_graphs", "n_lookups"), [(False, 1), (True, 2)])
+def test_interrupted_prefetch_by_kernels(
+    by_graphs: bool, n_lookups: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rows are right, or every use raises from then on, another loop included."""
+    if by_graphs:  # which call their functions again
+        monkeypatch.setattr(decision_graphs, "N_EAGER", 0)
+        monkeypatch.setattr(decision_graphs, "can_capture", lambda device: True)
+        monkeypatch.setattr(decision_graphs, "Graph", lambda function, *_: mock.Mock(replay=function))
     batches = [torch.tensor([10, 11, 12, 13]), torch.tensor([14, 15, 16, 17])]
 
     def prefetch(emb: Any) -> None:
         with iter(flatbed.Prefetcher(batches, {emb: lambda ids: [*ids.chunk(n_lookups)]}, depth=1)) as loop:
             next(loop)
 
-    kernels = f"{SOURCE}/kernels/_triton/cache.py", f"{SOURCE}/tables/cache/gpu.py"
+    files = ("kernels/_triton/cache.py", "kernels/_triton/decision_graphs.py", "tables/cache/gpu.py")
+    kernels = tuple(f"{SOURCE}/{file}" for file in files)
     number, n_raised, n_right = 1, 0, 0
     while True:
         emb, optimizer = made("host", tmp_path, cache_rows=12)
