@@ -230,9 +230,9 @@ class OpenFiles:
             n_rows = self.journal.n_entries
         if n_rows:
             note(
-                f"{n_rows} rows of {self.table.path} changed since its last checkpoint and are dropped: call "
-                f"table.close(), table.checkpoint() or flatbed.save_checkpoint first, or "
-                f"table.close(discard=True)"
+                f"{n_rows} rows of {self.table.path} changed since its last checkpoint and are dropped: "
+                f"save them first, by flatbed.save_checkpoint if that saves this table, otherwise by "
+                f"table.close() or table.checkpoint(). table.close(discard=True) drops them in silence"
             )
 
 
