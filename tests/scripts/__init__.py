@@ -1,1 +1,1 @@
-"""Programs that the tests start in processes of their own."""
+"""Programs that the tests start in processes of their own, and programs to run by hand."""
