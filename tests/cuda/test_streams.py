@@ -5,12 +5,13 @@ from __future__ import annotations
 import ast
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from flatbed.cuda import streams
-from flatbed.cuda.streams import LOCK_ORDER, OrderedLock, relaxed_capture, stream_for
+from flatbed.cuda.streams import LOCK_ORDER, InStream, OrderedLock, relaxed_capture, stream_for
 
 SOURCE = Path(streams.__file__).parents[1]
 
@@ -63,3 +64,33 @@ def test_streams_are_different_and_kept() -> None:
     found = [stream_for(device, purpose) for purpose in purposes]
     assert len({stream.cuda_stream for stream in found}) == 3
     assert [stream_for(device, purpose) for purpose in purposes] == found
+
+
+@pytest.mark.gpu
+def test_the_context_of_a_stream_is_that_of_torch() -> None:
+    device = torch.device("cuda", 0)
+    rows, user = stream_for(device, "rows"), torch.cuda.Stream(device)
+    context = InStream(rows)
+    with torch.cuda.stream(user):
+        for _ in range(2):
+            with pytest.raises(ZeroDivisionError), context:
+                assert torch.cuda.current_stream(device) == rows
+                raise ZeroDivisionError
+            assert torch.cuda.current_stream(device) == user
+
+
+def test_the_context_of_a_stream_on_another_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulated: the current GPU and the streams of both GPUs are those of before at the end."""
+    gpu, current = [0], {0: (7, 0, 1), 1: (8, 1, 1)}
+
+    def set_stream(*stream: int) -> None:
+        gpu[0], current[stream[1]] = stream[1], stream  # type: ignore[assignment]
+
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: gpu[0], raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentStream", lambda index: current[index], raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_setStream", set_stream, raising=False)
+    before = dict(current)
+    for index in (0, 1):
+        with InStream(SimpleNamespace(stream_id=9, device_index=index, device_type=1)):  # type: ignore[arg-type]
+            assert (gpu[0], current[index]) == (index, (9, index, 1))
+        assert (gpu[0], current) == (0, before)

@@ -113,8 +113,8 @@ def test_threads_begin_with_the_first_large_batch(
 ) -> None:
     """The size of objects that move themselves is not known: their pages are pinned when they are loaded."""
 
-    def move(mover: Any, batch: Any, *rest: Any) -> Any:
-        return replace(moved(mover, batch, *rest), **large if first(batch) >= n_small else {})
+    def move(mover: Any, host: Any, *rest: Any) -> Any:
+        return replace(moved(mover, host, *rest), **large if first(host.batch) >= n_small else {})
 
     moved = pipeline.BatchMover.move
     monkeypatch.setattr(pipeline.BatchMover, "move", move)
@@ -615,6 +615,7 @@ class Event(set[int]):
         assert blocking
 
     def record(self, stream: Stream) -> None:
+        self.clear()  # a stream that waits has copied it
         self.update(stream.before)
 
 

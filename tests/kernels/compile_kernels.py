@@ -14,6 +14,7 @@ from typing import Any
 
 warnings.simplefilter("ignore")
 
+import torch  # noqa: E402
 import triton.language as tl  # noqa: E402
 from triton import compile  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
@@ -156,7 +157,7 @@ def cache() -> None:
     sizes = (64, 128, 256, 512, 1024, 1536, 2048, 4096, 4608)
     for nbytes, in_clusters in itertools.product(sizes, (False, True)):
         shape = mover_shape(nbytes, both_ways=True, in_clusters=in_clusters)
-        kernel = cache_kernels._fill_kernel(nbytes, shape)
+        _, kernel = cache_kernels._fill_kernel(nbytes, torch.device("cpu"), shape)
         names = kernel.function.arg_names[-len(kernel.constants) :]
         constants = dict(zip(names, kernel.constants, strict=True))
         code = ptx(kernel.function, maps, kernel.options, **constants)

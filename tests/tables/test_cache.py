@@ -701,6 +701,7 @@ class Stream:
     """A simulated stream; events are sets of the work before them."""
 
     before: set[int] = field(default_factory=set)
+    stream_id = property(id)
 
     def record_event(self) -> frozenset[int]:
         return frozenset(self.before)

@@ -7,7 +7,7 @@ Tensors are copied through pinned memory of torch's allocator, which keeps a blo
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, fields, is_dataclass
 from operator import is_
@@ -107,14 +107,14 @@ def without_rows(batch: Any) -> Any:
 def as_tensor(array: Array) -> Any:
     """Return numbers as a CPU tensor, without a copy where that is possible; other arrays as they are.
 
-    Arrays are copied if they are read-only, in another byte order, or have strides that torch does not know.
+    Arrays are copied if they are read-only, or in a byte order, type or strides that torch does not know.
     """
     if array.dtype.kind not in "biufc" or isinstance(array, np.ma.MaskedArray):
         return array
-    native = np.dtype(array.dtype.newbyteorder("=").str)  # one name for equal types, as long and int64
-    if array.flags.writeable and array.dtype == native:
+    if array.flags.writeable and array.dtype.isnative:
         with suppress(TypeError, ValueError):
-            return torch.from_numpy(array.view(native))
+            return torch.from_numpy(array)
+    native = np.dtype(array.dtype.newbyteorder("=").str)  # one name for equal types, as ulonglong and uint64
     try:
         return torch.from_numpy(np.array(array, native, order="C"))
     except TypeError:  # long double
@@ -152,6 +152,17 @@ def select_ids(table: Table, selectors: Sequence[Selector], batch: Any) -> list[
 
 
 # ---- to the device
+
+
+@dataclass(slots=True, eq=False)
+class HostBatch:
+    """A batch whose arrays have become tensors."""
+
+    batch: Any
+    leaves: list[Any] = field(default_factory=list)
+    """Its leaves, each once."""
+    of_arrays: set[int] = field(default_factory=set)
+    """The ids of tensors that were arrays. Their memory counts as not pinned: to ask CUDA takes 10 µs."""
 
 
 @dataclass(slots=True, eq=False)
@@ -195,8 +206,8 @@ class BatchMover:
         self.device, self.is_reused = device, is_reused
         self.on_gpu = device.type == "cuda"
 
-    def to_host(self, batch: Any) -> tuple[Any, list[Any]]:
-        """Turn arrays into tensors, and pin objects that move themselves. Returns each leaf once, too."""
+    def to_host(self, batch: Any) -> HostBatch:
+        """Turn arrays into tensors, and pin objects that move themselves."""
         seen: dict[int, tuple[Any, Any]] = {}
 
         def convert(leaf: Any) -> Any:
@@ -212,34 +223,34 @@ class BatchMover:
             seen[id(leaf)] = (leaf, found)  # with the leaf, so that its id stays its own
             return found
 
-        host = map_leaves(convert, batch)
-        return host, [found for _, found in seen.values()]
+        found = HostBatch(map_leaves(convert, batch))
+        for leaf, tensor in seen.values():
+            found.leaves.append(tensor)
+            if leaf is not tensor and isinstance(leaf, np.ndarray):
+                found.of_arrays.add(id(tensor))
+        return found
 
     def move(
-        self,
-        batch: Any,
-        leaves: list[Any],
-        extra: Sequence[Tensor] = (),
-        stream: torch.cuda.Stream | None = None,
+        self, host: HostBatch, extra: Sequence[Tensor] = (), stream: torch.cuda.Stream | None = None
     ) -> MovedBatch:
-        """Move a batch with these leaves, and the tensors `extra`, to the device. Does not wait.
+        """Move a batch, and the tensors `extra`, to the device. Does not wait.
 
         With a stream, the copies to a GPU are issued there. Without one, memory is allocated in the current
         stream, and `MovedBatch.issue_copies` is left to the caller.
         """
-        tensors = {id(leaf): leaf for leaf in (*leaves, *extra) if isinstance(leaf, Tensor)}
-        has_objects = any(not isinstance(leaf, Tensor) for leaf in leaves)
+        tensors = {id(leaf): leaf for leaf in (*host.leaves, *extra) if isinstance(leaf, Tensor)}
+        has_objects = any(not isinstance(leaf, Tensor) for leaf in host.leaves)
         if not self.on_gpu:
-            return MovedBatch(batch, tensors, has_objects)
+            return MovedBatch(host.batch, tensors, has_objects)
         origins = {tensor.device for tensor in tensors.values() if tensor.is_cuda}
         nbytes = sum(p.nbytes for tensor in tensors.values() if not tensor.is_cuda for p in _parts(tensor))
         for origin in origins:  # the loader's own work
             copies = stream or torch.cuda.current_stream(self.device)
             copies.wait_stream(torch.cuda.current_stream(origin))
         with nullcontext() if stream is None else torch.cuda.stream(stream):
-            sent = send([*tensors.values()], self.device, is_reused=self.is_reused)
+            sent = send([*tensors.values()], self.device, host.of_arrays, is_reused=self.is_reused)
             moved = dict(zip(tensors, sent.tensors, strict=True))
-            there = map_leaves(lambda leaf: moved.get(id(leaf), leaf), batch)
+            there = map_leaves(lambda leaf: moved.get(id(leaf), leaf), host.batch)
             targets = [copy.target for copy in sent.copies]
             found = MovedBatch(there, moved, has_objects, targets, sent.others, sent.copies, nbytes=nbytes)
             if stream is not None:
@@ -296,12 +307,18 @@ class Sent(NamedTuple):
     copies: list[Copy]
 
 
-def send(tensors: Sequence[Tensor], device: torch.device, *, is_reused: bool = False) -> Sent:
+def send(
+    tensors: Sequence[Tensor],
+    device: torch.device,
+    unpinned: Collection[int] = (),
+    *,
+    is_reused: bool = False,
+) -> Sent:
     """Allocate memory for copies of tensors on the device. The caller issues the copies.
 
     Many small tensors share memory, and one copy. Pinned ones are copied from where they are, unless their
-    memory `is_reused` after that. Others (sparse, quantized, subclasses) are moved here, by their own `to`.
-    Axes keep their order in memory.
+    memory `is_reused` after that; those with an id in `unpinned` are taken for not pinned. Others (sparse,
+    quantized, subclasses) are moved here, by their own `to`. Axes keep their order in memory.
     """
     moved: dict[int, Tensor] = {}
     others: list[Tensor] = []
@@ -314,7 +331,8 @@ def send(tensors: Sequence[Tensor], device: torch.device, *, is_reused: bool = F
             others += _parts(moved[i])
             continue
         nbytes = tensor.nbytes
-        is_direct = nbytes >= DIRECT_BYTES and not is_reused and tensor.is_pinned()
+        may_be_direct = nbytes >= DIRECT_BYTES and not is_reused and id(tensor) not in unpinned
+        is_direct = may_be_direct and tensor.is_pinned()
         if 0 < nbytes < SMALL_BYTES and not is_direct and nbytes % ALIGNMENT == 0 and tensor.is_contiguous():
             small[i] = tensor
         else:
@@ -364,8 +382,9 @@ def _staged(tensor: Tensor, device: torch.device) -> Tensor:
 def pinned_batches(batches: Sequence[Any], mover: BatchMover) -> list[Any]:
     """Copy the arrays and tensors of all batches, into pinned memory where that is faster."""
     hosts = [mover.to_host(batch) for batch in batches]
-    copies = {id(leaf): pinned(leaf) for _, leaves in hosts for leaf in leaves if isinstance(leaf, Tensor)}
-    return [map_leaves(lambda leaf: copies.get(id(leaf), leaf), host) for host, _ in hosts]
+    leaves = [leaf for host in hosts for leaf in host.leaves]
+    copies = {id(leaf): pinned(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
+    return [map_leaves(lambda leaf: copies.get(id(leaf), leaf), host.batch) for host in hosts]
 
 
 def pinned(tensor: Tensor) -> Tensor:

@@ -19,14 +19,22 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from flatbed.cuda.streams import relax_capture, stream_for
-from flatbed.data.batches import BatchMover, MovedBatch, Selector, map_leaves, select_ids, without_rows
+from flatbed.cuda.streams import InStream, relax_capture, stream_for
+from flatbed.data.batches import (
+    BatchMover,
+    HostBatch,
+    MovedBatch,
+    Selector,
+    map_leaves,
+    select_ids,
+    without_rows,
+)
 from flatbed.data.loader_ranks import NO_BATCH, LoaderRanks
 from flatbed.distributed.ranks import reason_of
 from flatbed.tables.lookup import PrefetchRequest, RowPrefetch
@@ -164,21 +172,21 @@ class Pipeline:
                 if ranks is None or self.is_closed:
                     return End()
                 batch = ranks.empty_batch
-            leaves: list[Any] = []
+            host = HostBatch(batch)
             if batch is not NO_BATCH:
-                batch, leaves = self.mover.to_host(batch)
+                host = self.mover.to_host(batch)
                 at_once = not self.depth or ranks is not None  # the error of one rank is for all of them
                 for selectors, prefetch in self.lookups:
-                    ids = select_ids(prefetch.table, selectors, batch)
+                    ids = select_ids(prefetch.table, selectors, host.batch)
                     request = prefetch.check(ids, at_once=at_once)
                     if self.depth:
                         pending.requests.append((prefetch, request))
-            if ranks is not None and not self._agree(ranks, pending, batch, has_ended=has_ended):
+            if ranks is not None and not self._agree(ranks, pending, host.batch, has_ended=has_ended):
                 return End()
             if earlier_steps is not None:
                 earlier_steps.synchronize()  # the device holds no more than depth + 1 batches
             extra = [tensor for _, request in pending.requests for tensor in request.tensors]
-            pending.moved = moved = self.mover.move(batch, leaves, extra, self._copies)
+            pending.moved = moved = self.mover.move(host, extra, self._copies)
             # Objects that move themselves may have been pinned, at any size.
             if self.depth and (is_late or moved.has_objects or moved.nbytes > INLINE_BYTES):
                 self.needs_threads = True
@@ -310,11 +318,21 @@ class PrefetchIterator(Iterator[Any]):
         self._rows = self._records = None
         if mover.on_gpu and pipeline.depth:
             self._rows, self._records = (stream_for(mover.device, name) for name in ("rows", "records"))
-        self._in_rows: Any = nullcontext() if self._rows is None else torch.cuda.stream(self._rows)
-        self._streams: set[torch.cuda.Stream] = set()  # those of the loop so far: mostly one
+        self._in_rows: Any = nullcontext() if self._rows is None else InStream(self._rows)
+        self._streams: dict[int, torch.cuda.Stream] = {}  # those of the loop so far, by id: mostly one
         self._close = weakref.finalize(self, pipeline.close)
         _open.add(self)
         _close_at_exit()
+
+    # Events that are recorded again at every `next`: making one takes as long as recording it.
+
+    @cached_property
+    def _earlier_steps(self) -> torch.cuda.Event:
+        return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call,unused-ignore]
+
+    @cached_property
+    def _decided(self) -> torch.cuda.Event:
+        return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call,unused-ignore]
 
     def __next__(self) -> Any:
         pipeline, stream, earlier_steps = self._pipeline, None, None
@@ -333,11 +351,13 @@ class PrefetchIterator(Iterator[Any]):
             taken = self._take_batches()
             if self._rows is not None:
                 stream = torch.cuda.current_stream(self._rows.device_index)
-                earlier_steps = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call,unused-ignore]
+                earlier_steps = self._earlier_steps
+                if pipeline.is_threaded:  # loader threads wait for it later
+                    earlier_steps = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call,unused-ignore]
                 earlier_steps.record(stream)  # after the memory of batches was allocated in this stream
                 self._rows.wait_event(earlier_steps)
-                self._streams.add(stream)
-                for other in self._streams if len(self._streams) > 1 else ():
+                self._streams.setdefault(stream.stream_id, stream)
+                for other in self._streams.values() if len(self._streams) > 1 else ():
                     self._rows.wait_stream(other)
             finished.clear()
             if taken:
@@ -431,7 +451,8 @@ class PrefetchIterator(Iterator[Any]):
                 prefetch.admit(request, moved.tensors)
         finally:
             if rows is not None and records is not None and pending.requests:
-                records.wait_stream(rows)  # also for the copies, and for caches that move no records there
+                self._decided.record(rows)  # also the copies, and caches that move no records in "records"
+                records.wait_event(self._decided)
             for prefetch, request in pending.requests:
                 prefetch.issue_moves(request)
             if records is not None and pending.requests:
@@ -443,7 +464,7 @@ class PrefetchIterator(Iterator[Any]):
         """Close, and let the loader thread tell other ranks the reason."""
         if self._rows is not None and self._records is not None:
             # Nothing may hold the memory of the last admissions, which "rows" then uses again.
-            for stream in (self._records, *self._streams):
+            for stream in (self._records, *self._streams.values()):
                 self._rows.wait_stream(stream)
         if self._pipeline.ranks is not None:
             self._pipeline.ranks.reason = reason_of(error)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -278,8 +278,7 @@ def keep(index: CacheIndex, rows: Tensor) -> None:
         _KEEP(-(-n // PROBE), rows.device, rows, index.slot_of_row, index.stamp, index.clock, n)
 
 
-@dataclass(frozen=True, slots=True)
-class Decisions:
+class Decisions(NamedTuple):
     """The unique rows of keys, the missing ones among them, and the slots that these get."""
 
     memory: Tensor
@@ -387,19 +386,20 @@ def fill_and_write_back(
 ) -> None:
     """Read missing records into slots, and write back the changed ones that they replace."""
     device = missing.device
-    in_clusters = device.type == "cuda" and has_clusters(device)
-    shape = shape or mover_shape(location.stride, both_ways=True, in_clusters=in_clusters)
+    shape, launch = _fill_kernel(location.stride, device, shape)
     n_programs = min(shape.programs, -(-missing.numel() // shape.rows))
-    launch = _fill_kernel(location.stride, shape)
     args = *location.addresses, missing, slots, victims, n_missing
     launch(n_programs, device, *args, stream=stream)
 
 
 @functools.cache
-def _fill_kernel(stride: int, shape: MoverShape) -> Kernel:
+def _fill_kernel(stride: int, device: torch.device, shape: MoverShape | None) -> tuple[MoverShape, Kernel]:
+    in_clusters = device.type == "cuda" and has_clusters(device)
+    shape = shape or mover_shape(stride, both_ways=True, in_clusters=in_clusters)
     words = stride // 8
     constants = stride, words, min(power(words), MAX_COLUMNS), shape.rows
-    return Kernel(fill_and_write_back_kernel, *constants, num_warps=shape.warps, num_ctas=shape.ctas)
+    kernel = Kernel(fill_and_write_back_kernel, *constants, num_warps=shape.warps, num_ctas=shape.ctas)
+    return shape, kernel
 
 
 def flush(index: CacheIndex, location: RecordLocation, shape: MoverShape | None = None) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from dataclasses import replace
 from typing import cast
 
 import torch
@@ -42,7 +41,7 @@ class DecisionGraphs:
         if graph is not None and self.replay(graph, ids):
             return graph.lend()
         keys = ids.to(self._dtype)
-        return replace(cache.decide(self._index, keys, window), keys=keys)
+        return cache.decide(self._index, keys, window)._replace(keys=keys)
 
     def find(self, n: int, window: int, *, captures: bool) -> DecisionGraph | None:
         """Return a graph for n keys whose last decisions are no longer in use; None if there is none.
@@ -149,9 +148,10 @@ class DecisionGraph:
 
     def lend(self) -> cache.Decisions:
         """Return the decisions. The graph is not free while their unique rows are referred to."""
-        lent = replace(self.out, found=replace(self.out.found))
-        self._user = weakref.ref(lent.found)
-        return lent
+        found = self.out.found
+        lent = UniqueRows(found.rows, found.inverse, found.order, found.starts, found.rank)
+        self._user = weakref.ref(lent)
+        return self.out._replace(found=lent)
 
     def copied(self) -> cache.Decisions:
         """Return a copy of the decisions, in memory of the current stream."""
