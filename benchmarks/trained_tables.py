@@ -146,6 +146,7 @@ class FlatbedTable(TrainedTable):
         self.emb = flatbed.Embedding(spec.n_rows, spec.dim, **options)
         super().__init__(spec, device, self.emb, flatbed.optim.Adam(self.emb, lr=LR))
         self._graph: Callable[[Tensor], object] | None = None
+        self._prefetched_graph: Callable[[Tensor], object] | None = None
 
     def captured_step(self, ids: Ids) -> object:
         """Replay the step as a CUDA graph, which the fourth call captures."""
@@ -163,9 +164,20 @@ class FlatbedTable(TrainedTable):
 
         return steps
 
+    def prefetched_and_captured(self, **arguments: Any) -> Steps:
+        """Replay steps as a CUDA graph, which the fourth step captures, over prefetched rows."""
+
+        def steps(batches: Sequence[Ids]) -> Iterator[object]:
+            for ids in flatbed.Prefetcher(batches, {self.emb: lambda batch: batch}, **arguments):
+                if self._prefetched_graph is None:
+                    self._prefetched_graph = flatbed.capture(self.step, ids)
+                yield self._prefetched_graph(ids)
+
+        return steps
+
     def use_cache(self, cache_rows: int) -> None:
         """Start again with an empty cache of another size."""
-        self._graph = None
+        self._graph = self._prefetched_graph = None
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "a table that CUDA graphs")  # the graph is dropped here
             self.emb.table.set_cache(cache_rows=cache_rows)
@@ -185,7 +197,7 @@ class FlatbedTable(TrainedTable):
         return self.emb.read_rows(rows)
 
     def close(self) -> None:
-        self._graph = None
+        self._graph = self._prefetched_graph = None
         self.emb.table.close(discard=True)
 
 

@@ -45,10 +45,12 @@ DISK_MS = 6.0
 PLAN = Plan(warm_up=200, turns=4, settle=5, synchronized=25, blocks=3, block_steps=20)
 SMALL_PLAN = Plan(warm_up=2, turns=2, settle=1, synchronized=2, blocks=1, block_steps=3)
 EAGER, PREFETCHED, CAPTURED = "flatbed", "flatbed, prefetched", "flatbed, captured"
+PREFETCHED_CAPTURED = "flatbed, prefetched, captured"
 VARIANTS: dict[str, Callable[[FlatbedTable], Steps]] = {
     EAGER: lambda table: each(table.step),
     PREFETCHED: lambda table: table.prefetched(depth=2),
     CAPTURED: lambda table: each(table.captured_step),
+    PREFETCHED_CAPTURED: lambda table: table.prefetched_and_captured(depth=2),
 }
 
 

@@ -38,6 +38,7 @@ from benchmarks.cases import cache
 from benchmarks.cases.cache import (
     EAGER,
     PREFETCHED,
+    PREFETCHED_CAPTURED,
     SPECS,
     Bench,
     Setting,
@@ -62,7 +63,7 @@ FILL_STEPS = 300
 DISK_MS = 5.0
 PLAN = Plan(turns=3, warm_up=10, settle=5, blocks=3, block_steps=20)
 SMALL_PLAN = Plan(turns=2, warm_up=1, settle=1, blocks=1, block_steps=2)
-VARIANTS = (EAGER, PREFETCHED)
+VARIANTS = {"host": (EAGER, PREFETCHED, PREFETCHED_CAPTURED), "disk": (EAGER, PREFETCHED)}
 COLD_FILL, COLD_SETTLE, COLD_BLOCKS, COLD_STEPS = 40, 2, 5, 6
 COLD_CACHE, DEPTH = 300_000, 2
 """The filling steps use more rows than this cache holds, so that timed steps evict and write back."""
@@ -180,7 +181,7 @@ def run(options: Options) -> Iterator[Row]:
                 beside = [name for name, own in wanted if (own == ids if own else ids in usual)]
                 plan = SMALL_PLAN if options.is_small else PLAN
                 rows, fill = default_rows(storage, spec, options), 10 if options.is_small else FILL_STEPS
-                setting = Setting("overlap step", ids, rows, VARIANTS, plan, fill)
+                setting = Setting("overlap step", ids, rows, VARIANTS[storage], plan, fill)
                 table_ms = time_table(bench, table, setting) if beside and storage != "disk" else None
                 for name in beside:
                     for row in bench.run(table, replace(setting, model=models[name])):
@@ -236,7 +237,7 @@ def run_cold(bench: Bench, options: Options) -> Iterator[Row]:
         table.step(source.draw(1)[0])
         table.emb.table.close()
         reads_per_s = random_reads_per_s(path)
-        for name in options.choose(dict.fromkeys(VARIANTS)):
+        for name in options.choose(dict.fromkeys(VARIANTS["disk"])):
             drop_pages(path)  # before it is opened: pages of a mapped file stay
             table = FlatbedTable(spec, options.device, **made)
             for _ in table.prefetched(depth=DEPTH)(source.draw(n_fill)):

@@ -18,6 +18,7 @@ from flatbed.data.batches import as_tensor
 from flatbed.errors import FlatbedError
 from flatbed.tables.config import device_of
 from flatbed.tables.ids import NO_ERROR, DeferredIdChecks, checks_in_capture
+from flatbed.tables.lookup import CapturedLookup, load_captured, lookups_in_capture
 
 WARM_UP = 3
 """Calls before the capture: kernels are compiled, and optimizers and tables allocate, in the first ones."""
@@ -89,6 +90,8 @@ class CapturedStep:
         self._outputs: Any = None
         self._optimizers: list[torch.optim.Optimizer] = []
         self._hyperparameters: list[Any] = []
+        self._lookups: list[CapturedLookup] = []
+        """Lookups of prefetched rows."""
         self._checks: list[DeferredIdChecks] = []
         self._positions = torch.empty(0, dtype=torch.int64, device="cpu")
         """In pinned memory: for each check the first bad position, which every replay copies there."""
@@ -110,15 +113,16 @@ class CapturedStep:
             static.copy_(leaf, non_blocking=True)
         self._n_calls += 1
         if self._n_calls <= WARM_UP:
-            return self._run_in_side_stream()
+            return self._run_in_side_stream(leaves)
         if self._graph is not None and self._hyperparameters != _hyperparameters(self._optimizers):
             self._warn_once(
                 "hyperparameters of an optimizer have changed: the training step is captured again. Give a "
                 "learning rate that a scheduler changes as a tensor on the GPU"
             )
             self._graph = None
-        if self._graph is None:
-            self._capture()
+        if self._graph is None or not load_captured(self._lookups, leaves):
+            self._capture(leaves)
+            load_captured(self._lookups, leaves)
         assert self._graph is not None
         self._graph.replay()
         result = tree_map_only(Tensor, Tensor.clone, self._outputs)
@@ -135,19 +139,19 @@ class CapturedStep:
             if position != NO_ERROR:
                 check.check_graphs()
 
-    def _static_batch(self) -> Any:
-        return tree_unflatten(self._inputs, self._structure)
-
-    def _run_in_side_stream(self) -> Any:
+    def _run_in_side_stream(self, leaves: list[Tensor]) -> Any:
         """Run a step as it is; not in the default stream, on which nothing can be captured."""
+        # Leaves on the GPU are used themselves: their rows may have been prefetched.
+        pairs = zip(leaves, self._inputs, strict=True)
+        batch = [leaf if leaf.device == static.device else static for leaf, static in pairs]
         current, side = torch.cuda.current_stream(self._device), stream_for(self._device, "captures")
         side.wait_stream(current)
         with torch.cuda.stream(side):
-            result = self._train_step(self._static_batch())
+            result = self._train_step(tree_unflatten(batch, self._structure))
         current.wait_stream(side)
         return tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), result)
 
-    def _capture(self) -> None:
+    def _capture(self, leaves: list[Tensor]) -> None:
         graph = torch.cuda.CUDAGraph()
         self._optimizers = []
         positions = torch.full((MAX_TABLES,), NO_ERROR, dtype=torch.int64, device="cpu", pin_memory=True)
@@ -155,9 +159,10 @@ class CapturedStep:
         try:
             with (
                 checks_in_capture() as self._checks,
+                lookups_in_capture(self._inputs, leaves) as self._lookups,
                 torch.cuda.graph(graph, stream=stream_for(self._device, "captures")),
             ):
-                outputs = self._train_step(self._static_batch())
+                outputs = self._train_step(tree_unflatten(self._inputs, self._structure))
                 for i, check in enumerate(self._checks[:MAX_TABLES]):
                     assert check.graph_error is not None
                     positions[i : i + 1].copy_(check.graph_error, non_blocking=True)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -42,6 +42,10 @@ def prepare_lookup(
     store, checks = table._store, table._deferred_checks
     n_rows, device, lead = store.config.n_rows, store.device, store.config.padding_idx if for_bag else None
     capturing = is_capturing(device)
+    if capturing and records_grad and lead is None:
+        captured = _captured_lookup(table, ids)
+        if captured is not None:
+            return captured
     if records_grad and device.type == "cuda" and checks.graph_error is None and not capturing:
         checks.prepare_capture(device, n_rows)
     if table._prefetched and not capturing and isinstance(ids, Tensor):
@@ -89,12 +93,7 @@ def _find_prefetched(
         own = batch.ids
         if own is None or version != batch.version:
             continue
-        if ids is not own and not (
-            (ids.data_ptr(), ids.dtype, ids.numel(), ids.device)
-            == (own.data_ptr(), own.dtype, own.numel(), own.device)
-            and ids.is_contiguous()
-            and own.is_contiguous()
-        ):
+        if not _is_same_memory(ids, own):
             continue
         batch = batch if batch.shape == ids.shape else replace(batch, shape=ids.shape)
         if isinstance(table._row_io, ShardedRowIO):
@@ -107,6 +106,16 @@ def _find_prefetched(
             found = unique(_with_lead(batch.keys, lead), table.num_embeddings)
             return replace(batch, unique=_without_lead(found))
     return None
+
+
+def _is_same_memory(ids: Tensor, own: Tensor) -> bool:
+    """Return True if ids are those of another tensor, in the same order and memory."""
+    return ids is own or (
+        (ids.data_ptr(), ids.dtype, ids.numel(), ids.device)
+        == (own.data_ptr(), own.dtype, own.numel(), own.device)
+        and ids.is_contiguous()
+        and own.is_contiguous()
+    )
 
 
 def _version(ids: Tensor) -> int:
@@ -182,6 +191,90 @@ def _check_capture(table: Table, ids: Tensor) -> None:
             "ids inside the capture of a CUDA graph must be on the GPU, or in pinned memory as int64, where "
             "every replay reads them again"
         )
+
+
+# ---- prefetched rows in CUDA graphs: a replay reads from the same memory which rows its ids are
+
+
+@dataclass(slots=True, eq=False)
+class CapturedLookup:
+    """A lookup of a captured step. The host finds its unique rows before each replay."""
+
+    table: Table
+    position: int
+    """Of the ids among the leaves of a batch."""
+    batch: LookupBatch
+    """What the graph reads. `load_captured` writes the unique rows."""
+
+
+class LookupCapture:
+    """The inputs of a graph that is being captured, the leaves that they stand for, and lookups of these."""
+
+    def __init__(self, inputs: list[Tensor], leaves: list[Tensor]) -> None:
+        self.inputs, self.leaves = inputs, leaves
+        self.lookups: list[CapturedLookup] = []
+
+
+_capture: LookupCapture | None = None
+
+
+@contextmanager
+def lookups_in_capture(inputs: list[Tensor], leaves: list[Tensor]) -> Iterator[list[CapturedLookup]]:
+    """Let lookups of inputs in the body use prefetched rows of the leaves. Yields the list of them."""
+    global _capture
+    _capture = LookupCapture(inputs, leaves)
+    try:
+        yield _capture.lookups
+    finally:
+        _capture = None
+
+
+def _captured_lookup(table: Table, ids: Any) -> LookupBatch | None:
+    """Return the batch of a lookup whose rows are admitted before each replay; None for other lookups.
+
+    The ids are an input of the graph, as a whole, and the leaf that it stands for was prefetched.
+    """
+    store = table._store
+    if _capture is None or not isinstance(ids, Tensor) or table._shards is not None or not store.in_memory:
+        return None
+    for position, (own, leaf) in enumerate(zip(_capture.inputs, _capture.leaves, strict=True)):
+        if not _is_same_memory(ids, own):
+            continue
+        found = _find_prefetched(table, leaf, lead=None, records_grad=True)
+        if found is None or found.cache is None or found.cache is not store.cache or store.relayout_pending:
+            return None
+        from flatbed.kernels._triton.rows import empty_results
+
+        keys = _keys(as_ids(ids), store.config.n_rows, store.device)
+        unique_rows = empty_results(keys.numel(), store.device)
+        batch = LookupBatch(ids.shape, keys, unique_rows, found.cache, found.admission)
+        _capture.lookups.append(CapturedLookup(table, position, batch))
+        found.cache.in_graphs = True
+        return batch
+    return None
+
+
+def load_captured(lookups: list[CapturedLookup], leaves: list[Tensor]) -> bool:
+    """Admit the rows of a batch that were not prefetched, and write what the next replay reads.
+
+    Returns False if a table has another cache than the graph uses: the step must be captured again.
+    """
+    from flatbed.kernels._triton.rows import copy_results_
+
+    for lookup in lookups:
+        if lookup.table._deferred_checks.pending:
+            lookup.table._raise_bad_ids()  # of an earlier batch
+    batches = []
+    for lookup in lookups:
+        batch = prepare_lookup(lookup.table, leaves[lookup.position], records_grad=True)
+        if batch.cache is None or batch.cache is not lookup.batch.cache:
+            return False
+        copy_results_(lookup.batch.unique, batch.unique)
+        batches.append(batch)
+    for batch in batches:
+        assert batch.cache is not None
+        batch.cache.location_for(batch)
+    return True
 
 
 class LookupFunction(torch.autograd.Function):

@@ -151,10 +151,7 @@ def unique(
     """
     n, device = keys.numel(), keys.device
     n_blocks = -(-(n + 1) // BLOCK)
-    if out is None:
-        sizes = result_sizes(n)
-        memory = torch.empty(sum(sizes), dtype=torch.int64, device=device)
-        out = as_results(torch.split(memory, sizes), n)
+    out = out or empty_results(n, device)
     if n == 0:
         out.starts.zero_()  # type: ignore[union-attr]
         return out
@@ -182,6 +179,18 @@ def as_results(parts: Sequence[Tensor], n: int) -> UniqueRows:
     if len(rows) != n:
         rows, inverse, order = rows[:n], inverse[:n], order[:n]
     return UniqueRows(rows, inverse, order, starts, rank.view(torch.int32))
+
+
+def empty_results(n: int, device: torch.device) -> UniqueRows:
+    """Allocate memory for the results for n keys."""
+    sizes = result_sizes(n)
+    return as_results(torch.split(torch.empty(sum(sizes), dtype=torch.int64, device=device), sizes), n)
+
+
+def copy_results_(to: UniqueRows, found: UniqueRows) -> None:
+    """Copy the results of `unique` or `decide` into memory for as many keys, in one copy."""
+    size = (sum(result_sizes(len(found.rows))),)
+    to.rows.as_strided(size, (1,)).copy_(found.rows.as_strided(size, (1,)))
 
 
 def even(n: int) -> int:

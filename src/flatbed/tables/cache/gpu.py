@@ -33,7 +33,9 @@ into the cache together, so that all their rows are in slots.
   "rows" wait for it. If a loop is left, `prefetch_after` orders the next prefetch after its moves and its
   last step.
 - CUDA graphs of the user run admissions that the host does not count, and lookups at any time. From the first
-  capture of either on, nothing is prefetched and nothing is protected.
+  capture of either on, nothing is prefetched and nothing is protected. Lookups of prefetched rows that
+  `flatbed.capture` captures are no such lookups: the host calls `location_for` before each replay, and the
+  replay is work of the current stream, as an eager step.
 """
 
 from __future__ import annotations
@@ -83,7 +85,9 @@ class GpuCache:
         self.location = RecordLocation(storage.memory, self.records, self.index.slot_of_row, self.index.dirty)
         """Where kernels find records."""
         self.in_graphs = False
-        """True once a CUDA graph has captured an admission or a lookup."""
+        """True once a CUDA graph has captured a lookup: it uses this memory."""
+        self._has_unseen_replays = False
+        """True once a CUDA graph has captured an admission, or work on rows that were not admitted before."""
         self._n_admissions = 0
         self._sizes: deque[int] = deque(maxlen=MAX_WINDOW)  # ids of the last admissions
         self._window = 0
@@ -126,7 +130,7 @@ class GpuCache:
         The current stream, "rows", is ordered after the training work on all batches before these. The caller
         may prefetch further lookups, and then calls `issue_moves`, before anything else uses the cache.
         """
-        if self.in_graphs or is_capturing(self.device):
+        if self._has_unseen_replays or is_capturing(self.device):
             return None
         self._check_moved()
         n = ids.numel()
@@ -197,8 +201,9 @@ class GpuCache:
 
     def _enter_graph(self) -> None:
         """End prefetching for good, since the host does not see what replays do."""
-        if not self.in_graphs:
-            self.in_graphs, self._window = True, 0
+        self.in_graphs = True
+        if not self._has_unseen_replays:
+            self._has_unseen_replays, self._window = True, 0
             if self._has_prefetched and self.device.type == "cuda":
                 with relaxed_capture():
                     stream_for(self.device, "records").synchronize()
@@ -211,7 +216,7 @@ class GpuCache:
         Later prefetches wait for the stream that is current at the next `PrefetchIterator.__next__`: this
         work is in that stream, or ordered before it.
         """
-        if batch is None or batch.cache is not self or self.in_graphs:
+        if batch is None or batch.cache is not self or self._has_unseen_replays:
             return False
         return batch.admission is not None and batch.admission >= self._oldest_protected
 

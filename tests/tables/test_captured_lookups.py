@@ -1,0 +1,227 @@
+"""Captured steps of prefetched batches: the same bits as eager steps, and rows that are prefetched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import flatbed
+from flatbed.capture import CapturedStep
+from flatbed.tables import lookup
+from flatbed.tables.lookup import LookupFunction, load_captured, lookups_in_capture, prepare_lookup
+
+ROWS, DIM, N_IDS, DEPTH = 1000, 8, 64, 2
+gpu = pytest.mark.gpu
+with_another_cache = pytest.mark.filterwarnings("ignore:a table that CUDA graphs")
+
+
+def drawn(n: int, seed: int = 1) -> list[Tensor]:
+    """Skewed ids, some of them several times."""
+    generator = torch.Generator().manual_seed(seed)
+    return [(torch.rand(N_IDS, generator=generator) ** 3 * ROWS).long() for _ in range(n)]
+
+
+class Model(nn.Module):
+    def __init__(self, device: str, **options: Any) -> None:
+        super().__init__()
+        self.items = flatbed.Embedding(
+            ROWS, DIM, device=device, seed=3, **{"cache_rows": 6 * N_IDS, "shard": None, **options}
+        )
+        self.other = flatbed.Embedding(ROWS, DIM, device=device, seed=4, cache_rows=6 * N_IDS, shard=None)
+        self.optimizer = flatbed.optim.Adam(self.parameters(), lr=0.1)
+
+    def step(self, ids: Tensor) -> Tensor:
+        """Look up in two tables; in the second one twice."""
+        rows = self.items(ids) * self.other(ids.view(2, -1)).view(-1, DIM) + self.other(ids)
+        loss = rows.square().mean()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+    def everything(self) -> list[Tensor]:
+        tables, rows = (self.items.table, self.other.table), range(ROWS)
+        state = [table.read_state(name, rows) for table in tables for name in table.state_names]
+        return [table.read_rows(rows) for table in tables] + state
+
+
+def expected(batches: list[Tensor], device: str) -> tuple[list[float], list[Tensor]]:
+    model = Model(device)
+    return [float(model.step(ids.to(device))) for ids in batches], model.everything()
+
+
+def check(model: Model, losses: list[float], batches: list[Tensor], device: str) -> None:
+    all_losses, everything = expected(batches, device)
+    assert losses == all_losses
+    for found, one in zip(model.everything(), everything, strict=True):
+        assert torch.equal(found, one)
+
+
+def prefetched(model: Model, batches: list[Tensor]) -> flatbed.Prefetcher:
+    same = lambda ids: ids  # noqa: E731
+    return flatbed.Prefetcher(batches, {model.items: same, model.other: same}, depth=DEPTH)
+
+
+def was_prefetched(step: Callable[[Any], Any], model: Model) -> bool:
+    """The graph admits no rows, and rows are prefetched."""
+    assert isinstance(step, CapturedStep)
+    caches: list[Any] = [table._store.cache for table in (model.items.table, model.other.table)]
+    return len(step._lookups) == 3 and not any(cache._has_unseen_replays for cache in caches)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_captured_steps_of_prefetched_batches(dtype: torch.dtype) -> None:
+    batches = [ids.to(dtype) for ids in drawn(30)]
+    model = Model("cuda")
+    step = flatbed.capture(model.step, batches[0].cuda())
+    losses = [float(step(ids)) for ids in prefetched(model, batches)]
+    assert was_prefetched(step, model)
+    check(model, losses, batches, "cuda")
+
+
+@gpu
+def test_batches_that_were_not_prefetched_between_those_that_were() -> None:
+    batches = drawn(40)
+    model, losses = Model("cuda"), []
+    step = flatbed.capture(model.step, batches[0].cuda())
+    for first in (0, 10, 20, 30):
+        for n, ids in enumerate(prefetched(model, batches[first : first + 8])):
+            losses.append(float(step(ids)))
+            if n == 7:
+                losses.append(float(step(batches[first + 8].cuda())))  # on the GPU, and on the host
+                losses.append(float(step(batches[first + 9])))
+    assert was_prefetched(step, model)
+    check(model, losses, batches, "cuda")
+
+
+@gpu
+def test_a_loop_that_is_left_and_ids_that_change() -> None:
+    batches = drawn(16)
+    model, losses = Model("cuda"), []
+    step = flatbed.capture(model.step, batches[0].cuda())
+    for n, ids in enumerate(prefetched(model, batches)):
+        if n == 8:
+            break
+        if n in (3, 6):  # captured, and replayed
+            ids.copy_(batches[n + 1])
+            batches[n] = batches[n + 1]
+        losses.append(float(step(ids)))
+    with torch.cuda.stream(torch.cuda.Stream()):
+        losses += [float(step(ids)) for ids in prefetched(model, batches[8:])]
+    check(model, losses, batches, "cuda")
+
+
+@gpu
+@with_another_cache
+def test_another_cache_is_captured_again() -> None:
+    batches = drawn(20)
+    model, losses = Model("cuda"), []
+    step = flatbed.capture(model.step, batches[0].cuda())
+    for n, ids in enumerate(prefetched(model, batches)):
+        if n == 9:
+            model.items.table.set_cache(cache_rows=8 * N_IDS)
+        losses.append(float(step(ids)))
+    check(model, losses, batches, "cuda")
+
+
+@gpu
+def test_bad_ids_that_were_not_prefetched_raise_in_the_next_call() -> None:
+    batches = drawn(12)
+    model = Model("cuda")
+    step = flatbed.capture(model.step, batches[0].cuda())
+    for ids in prefetched(model, batches):
+        step(ids)
+    bad = batches[0].clone()
+    bad[3] = ROWS
+    with pytest.raises(IndexError, match=f"id {ROWS} at position 3"):
+        step(bad)
+    step(bad.cuda())
+    with pytest.raises(IndexError, match=f"id {ROWS} at position 3"):
+        step(batches[0].cuda())
+
+
+@gpu
+def test_bags_of_prefetched_ids() -> None:
+    batches, results = drawn(12), []
+    for captured in (False, True):
+        bag = flatbed.EmbeddingBag(ROWS, DIM, mode="sum", seed=3, device="cuda", cache_rows=6 * N_IDS)
+        optimizer = flatbed.optim.SGD(bag, lr=0.1)
+
+        def train(ids: Tensor, bag: Any = bag, optimizer: Any = optimizer) -> Tensor:
+            loss: Tensor = bag(ids.view(8, 8)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        step = flatbed.capture(train, batches[0].cuda()) if captured else train
+        loader = flatbed.Prefetcher(batches, {bag: lambda ids: ids}) if captured else batches
+        results.append([float(step(ids.cuda())) for ids in loader])
+        if captured:
+            assert step._lookups  # type: ignore[attr-defined]
+        results.append(bag.read_rows(range(ROWS)))
+    assert results[0] == results[2]
+    assert torch.equal(results[1], results[3])
+
+
+# ---- interpreted: the kernels of a graph, called again for each batch
+
+
+@pytest.fixture
+def capturing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let lookups believe that they are captured, in the body of `lookups_in_capture`."""
+    monkeypatch.setattr(lookup, "is_capturing", lambda device: lookup._capture is not None)
+
+
+@with_another_cache
+@pytest.mark.usefixtures("capturing")
+def test_what_a_replay_reads(kernel_device: str) -> None:
+    batches = drawn(10)
+    emb = flatbed.Embedding(ROWS, DIM, device=kernel_device, seed=3, cache_rows=6 * N_IDS, shard=None)
+    plain = flatbed.Embedding(ROWS, DIM, device=kernel_device, seed=3, cache_rows=0, shard=None)
+    optimizers = [flatbed.optim.Adam(one, lr=0.1) for one in (emb, plain)]
+    table, static, graph, n_hits = emb.table, batches[0].to(kernel_device), None, 0
+    for ids in flatbed.Prefetcher(batches, {emb: lambda ids: ids}, depth=DEPTH):
+        if graph is None:
+            with lookups_in_capture([static], [ids]) as graph:
+                captured = prepare_lookup(table, static.view(2, -1), records_grad=True)
+            assert [one.batch for one in graph] == [captured]
+            assert captured.unique.rows.data_ptr() != table._prefetched[0].unique.rows.data_ptr()
+        for leaf in (ids, ids.flip(0)):  # prefetched, and not
+            n_hits += lookup._find_prefetched(table, leaf, lead=None, records_grad=True) is not None
+            assert load_captured(graph, [leaf])
+            captured.keys.copy_(leaf)  # a kernel of the graph
+            rows = LookupFunction.apply(table, captured)  # type: ignore[no-untyped-call]
+            assert rows.shape == (2, N_IDS // 2, DIM)
+            assert torch.equal(rows.view(-1, DIM), plain(leaf))
+            for out, optimizer in zip((rows, plain(leaf)), optimizers, strict=True):
+                out.square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    assert n_hits > 0
+    assert torch.equal(emb.read_rows(range(ROWS)), plain.read_rows(range(ROWS)))
+    table.set_cache(cache_rows=4 * N_IDS)
+    assert graph is not None
+    assert not load_captured(graph, [batches[0].to(kernel_device)]), "the graph uses another cache"
+
+
+@pytest.mark.usefixtures("capturing")
+def test_lookups_that_stay_in_the_graph(kernel_device: str) -> None:
+    """Parts of the ids, ids that were not prefetched, and tables without a cache."""
+    emb = flatbed.Embedding(ROWS, DIM, device=kernel_device, cache_rows=6 * N_IDS, shard=None)
+    flatbed.optim.SGD(emb, lr=0.1)
+    static = torch.zeros(N_IDS, dtype=torch.int64, device=kernel_device)
+    for ids in flatbed.Prefetcher(drawn(2), {emb: lambda ids: ids}, depth=DEPTH):
+        with lookups_in_capture([static], [ids]) as found:
+            for other in (static[1:], static.clone(), static.int(), [1, 2]):
+                assert lookup._captured_lookup(emb.table, other) is None
+            assert lookup._captured_lookup(emb.table, static.view(2, 2, -1)) is not None
+        assert len(found) == 1
+        with lookups_in_capture([static], [ids.clone()]):
+            assert lookup._captured_lookup(emb.table, static) is None
+    assert lookup._captured_lookup(emb.table, static) is None
