@@ -225,3 +225,25 @@ def test_lookups_that_stay_in_the_graph(kernel_device: str) -> None:
         with lookups_in_capture([static], [ids.clone()]):
             assert lookup._captured_lookup(emb.table, static) is None
     assert lookup._captured_lookup(emb.table, static) is None
+
+
+# ---- lookups of other ids between prefetched ones
+
+
+@pytest.mark.parametrize("with_others", [[4], [4, 5], range(14)], ids=str)
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_other_lookups_do_not_end_prefetching(kernel_device: str, depth: int, with_others: Any) -> None:
+    emb = flatbed.Embedding(ROWS, DIM, device=kernel_device, cache_rows=ROWS - 1, shard=None)
+    optimizer = flatbed.optim.SGD(emb, lr=0.1)
+    batches, was_found = drawn(14), []
+    for n, ids in enumerate(flatbed.Prefetcher(batches, {emb: lambda ids: ids}, depth=depth)):
+        was_found.append(lookup._find_prefetched(emb.table, ids, lead=None, records_grad=True) is not None)
+        loss = emb(ids).sum()
+        if n in with_others:
+            loss = loss + emb(batches[n].flip(0)).sum()
+        cache: Any = emb.table._store.cache
+        assert cache.protects(emb.table._prefetched[0]), "the step would wait for prefetches"
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert all(was_found)

@@ -14,10 +14,11 @@ evict slots used by admissions T - W to T - 1. It is issued with W > 0 only if t
 into the cache together, so that all their rows are in slots.
 
 - The `next` that hands out a batch lets the stream "rows" wait for the training work before it, and then
-  admits later batches. Their windows reach back to the batch handed out. So its step and their admissions
-  run at the same time. With a depth of 2 and one lookup per batch, windows are 2. The `next` of batch 5 lets
-  "rows" wait for step 4, admits batch 7, and hands out batch 5. Admission 7 takes no slots of batches 5 to 7.
-  (Loader threads may deliver batch 7 one `next` later; then admission 7 waits for step 5, too.)
+  admits later batches. Their windows reach back to the batch handed out, over admissions that are no
+  prefetches, too (`_span`). So its step and their admissions run at the same time. With a depth of 2 and one
+  lookup per batch, windows are 2. The `next` of batch 5 lets "rows" wait for step 4, admits batch 7, and
+  hands out batch 5. Admission 7 takes no slots of batches 5 to 7. (Loader threads may deliver batch 7 one
+  `next` later; then admission 7 waits for step 5, too.)
 - Moves wait for the decisions on them, and so for the same training work. Decisions need not wait for earlier
   moves: they touch no records. A row that one admission evicts and the next one wants is written back and
   read again in this order, since all moves run in one stream.
@@ -89,8 +90,9 @@ class GpuCache:
         self._has_unseen_replays = False
         """True once a CUDA graph has captured an admission, or work on rows that were not admitted before."""
         self._n_admissions = 0
-        self._sizes: deque[int] = deque(maxlen=MAX_WINDOW)  # ids of the last admissions
-        self._window = 0
+        # Of the last admissions: how many ids, and whether it was a prefetch.
+        self._recent: deque[tuple[int, bool]] = deque(maxlen=MAX_WINDOW)
+        self._window = 0  # that of the last prefetch, in prefetches
         self._oldest_protected = 1
         # The next prefetch waits for both: streams with other work, and those of loops that ended early.
         self._streams_to_await: set[torch.cuda.Stream] = set()
@@ -113,12 +115,15 @@ class GpuCache:
         """
         self.wait_for_prefetch()
         n = keys.numel()
-        window = self._window if self._has_room(n, self._window) else 0
+        window = 0
+        if self._window:  # keeps the prefetched batches, if possible with the one in use
+            windows = self._span(self._window + 1), self._span(self._window), self._window
+            window = next((one for one in windows if self._has_room(n, one)), 0)
         oldest = self._begin_admission(n, window)
         found = self._kernels.admit(
             self.index, keys, self.location, window=window, first_error=first_error, on_checked=on_checked
         )
-        return found, self._end_admission(n, oldest)
+        return found, self._end_admission(n, oldest, is_prefetch=False)
 
     def prefetch(
         self, ids: Tensor, *, window: int, reservation: object
@@ -126,16 +131,18 @@ class GpuCache:
         """Decide on the admission of a batch ahead of time; None if its rows cannot be kept.
 
         Returns the keys of the ids, their unique rows, and the admission. Rows are kept if the ids, which are
-        in range, fit in addition to those of the last `window` admissions.
+        in range, fit in addition to those of the last `window` prefetches.
         The current stream, "rows", is ordered after the training work on all batches before these. The caller
         may prefetch further lookups, and then calls `issue_moves`, before anything else uses the cache.
         """
         if self._has_unseen_replays or is_capturing(self.device):
             return None
         self._check_moved()
-        n = ids.numel()
+        n, n_prefetches = ids.numel(), window
         if not self._has_room(n, window):
             return None
+        if self._has_room(n, span := self._span(window)):
+            window = span
         # First: once its last decisions are gone, `prefetch_after` has been called for them.
         graph = self._graphs.find(n, window, captures=True)
         for streams in (self._streams_to_await, self._streams_of_left_loops):
@@ -151,9 +158,9 @@ class GpuCache:
         except BaseException:
             self._order_moves()  # later work waits for "records" only, and so for what "rows" has begun
             raise
-        self._window = window
+        self._window = n_prefetches
         assert decided.keys is not None
-        return decided.keys, decided.found, self._end_admission(n, oldest)
+        return decided.keys, decided.found, self._end_admission(n, oldest, is_prefetch=True)
 
     def issue_moves(self) -> None:
         """Move the records of decided admissions in the stream "records", which is ordered after "rows"."""
@@ -172,7 +179,21 @@ class GpuCache:
         """Return True if n ids fit in addition to those of the last `window` admissions."""
         if self.index.direct:
             return True
-        return window <= MAX_WINDOW and sum(islice(reversed(self._sizes), window)) + n <= self.n_slots
+        if window > MAX_WINDOW:
+            return False
+        return sum(size for size, _ in islice(reversed(self._recent), window)) + n <= self.n_slots
+
+    def _span(self, n_prefetches: int) -> int:
+        """Return how many of the last admissions include the last prefetches, and others between them.
+
+        As many others as prefetches are counted at most: rows of a loop that has ended need not be kept.
+        """
+        span, n_found = n_prefetches, 0
+        for position, (_, is_prefetch) in enumerate(islice(reversed(self._recent), 2 * n_prefetches), 1):
+            n_found += is_prefetch
+            if is_prefetch and n_found <= n_prefetches:
+                span = max(span, position)
+        return span
 
     def _begin_admission(self, n: int, window: int) -> int:
         """Count an admission of n ids, unless there are none. Returns the oldest that is protected after it.
@@ -185,10 +206,10 @@ class GpuCache:
         self._n_admissions, self._oldest_protected = number, number + 1
         return max(before, number - window) if self.index.direct or n <= self.n_slots else number + 1
 
-    def _end_admission(self, n: int, oldest_protected: int) -> int:
+    def _end_admission(self, n: int, oldest_protected: int, *, is_prefetch: bool) -> int:
         """Return the number of the admission."""
         if n:
-            self._sizes.append(n)
+            self._recent.append((n, is_prefetch))
             self._oldest_protected = oldest_protected
         return self._n_admissions
 
