@@ -791,10 +791,8 @@ class Simulation:
 
     def leave(self) -> None:
         """Leave the loop: its batches end, and work on them goes on."""
-        for held in [self.begun[-1], *(batches for batches, _ in self.pending)]:
-            for _ in held:
-                self.cache.prefetch_after(self.training)
-                self.cache.prefetch_after(self.streams["records"])
+        self.cache.prefetch_after(self.training)
+        self.cache.prefetch_after(self.streams["records"])
         self.pending, self.begun = [], []
 
     def conflicts(self) -> int:

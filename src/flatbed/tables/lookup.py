@@ -548,8 +548,8 @@ class RowPrefetch:
             if lookup.batch is not None:
                 with suppress(ValueError):
                     self.table._prefetched.remove(lookup.batch)
-            if is_left:
-                self._keep_memory(lookup)
+        if is_left:
+            self._keep_memory(request)
         reserved = [lookup for lookup in request.lookups if lookup.reserved is not None]
         after, stream = None, self._training_stream
         if reserved and stream is not None:
@@ -561,15 +561,20 @@ class RowPrefetch:
                 cache.release(reservation, after)
             lookup.reserved = None  # last: an interruption would keep the rows for good
 
-    def _keep_memory(self, lookup: LookupRequest) -> None:
-        """Keep the memory of admissions until the streams other than "rows" have used it."""
+    def _keep_memory(self, request: PrefetchRequest) -> None:
+        """Keep the memory of admissions until the streams other than "rows" have used it.
+
+        Steps may also use that of earlier batches, with gradients that were accumulated.
+        """
         streams = [] if self._training_stream is None else [self._training_stream]
         if self.store.device.type == "cuda":
             streams.append(stream_for(self.store.device, "records"))
-        for batch in dict.fromkeys((lookup.batch, lookup.admitted)):  # mostly the same
-            if batch is None:
-                continue
-            for stream in streams:
+        found = [batch for lookup in request.lookups for batch in (lookup.batch, lookup.admitted)]
+        batches = dict.fromkeys(batch for batch in found if batch is not None)
+        caches = dict.fromkeys([self.store.cache, *[batch.cache for batch in batches]])
+        for stream in streams:
+            for batch in batches:
                 batch.record_stream(stream)
-                if batch.cache is not None:
-                    batch.cache.prefetch_after(stream)
+            for cache in caches:
+                if cache is not None:
+                    cache.prefetch_after(stream)
