@@ -63,7 +63,7 @@ FILL_STEPS = 300
 DISK_MS = 5.0
 PLAN = Plan(turns=3, warm_up=10, settle=5, blocks=3, block_steps=20)
 SMALL_PLAN = Plan(turns=2, warm_up=1, settle=1, blocks=1, block_steps=2)
-VARIANTS = {"host": (EAGER, PREFETCHED, PREFETCHED_CAPTURED), "disk": (EAGER, PREFETCHED)}
+VARIANTS = (EAGER, PREFETCHED)
 COLD_FILL, COLD_SETTLE, COLD_BLOCKS, COLD_STEPS = 40, 2, 5, 6
 COLD_CACHE, DEPTH = 300_000, 2
 """The filling steps use more rows than this cache holds, so that timed steps evict and write back."""
@@ -174,6 +174,8 @@ def run(options: Options) -> Iterator[Row]:
         models = {name: MODELS[name](spec, options) for name, _ in wanted}
         alone = {name: time_model(model, spec, options) for name, model in models.items() if name != "none"}
         usual = ("zipf 1.05",) if storage == "disk" else tuple(DISTRIBUTIONS)
+        has_graphs = options.on_gpu and storage != "disk"
+        variants = (*VARIANTS, PREFETCHED_CAPTURED) if has_graphs else VARIANTS
         if not wanted:
             continue
         with made_table(spec, storage, options) as table:
@@ -181,7 +183,7 @@ def run(options: Options) -> Iterator[Row]:
                 beside = [name for name, own in wanted if (own == ids if own else ids in usual)]
                 plan = SMALL_PLAN if options.is_small else PLAN
                 rows, fill = default_rows(storage, spec, options), 10 if options.is_small else FILL_STEPS
-                setting = Setting("overlap step", ids, rows, VARIANTS[storage], plan, fill)
+                setting = Setting("overlap step", ids, rows, variants, plan, fill)
                 table_ms = time_table(bench, table, setting) if beside and storage != "disk" else None
                 for name in beside:
                     for row in bench.run(table, replace(setting, model=models[name])):
@@ -237,7 +239,7 @@ def run_cold(bench: Bench, options: Options) -> Iterator[Row]:
         table.step(source.draw(1)[0])
         table.emb.table.close()
         reads_per_s = random_reads_per_s(path)
-        for name in options.choose(dict.fromkeys(VARIANTS["disk"])):
+        for name in options.choose(dict.fromkeys(VARIANTS)):
             drop_pages(path)  # before it is opened: pages of a mapped file stay
             table = FlatbedTable(spec, options.device, **made)
             for _ in table.prefetched(depth=DEPTH)(source.draw(n_fill)):

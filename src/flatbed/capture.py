@@ -45,8 +45,9 @@ def capture(
     and a change of hyperparameters (a scheduler that sets a float) captures again: both warn once. A learning
     rate that is a tensor on the GPU, `lr=torch.tensor(1e-3, device="cuda")`, may change without that. Ids out
     of range raise IndexError in the next call at the latest. The GPU reads a batch in pinned memory after the
-    call has returned: do not write to it again. On a CPU there is no graph: every call checks the batch in
-    the same way and runs `train_step`.
+    call has returned: do not write to it again. Rows of batches of a `Prefetcher` are prefetched for captured
+    steps, too, if they look up ids as they are in the batch. On a CPU there is no graph: every call checks
+    the batch in the same way and runs `train_step`.
 
     >>> import flatbed, torch
     >>> emb = flatbed.Embedding(1000, 8)

@@ -28,7 +28,7 @@ from flatbed.kernels._triton import decision_graphs
 from flatbed.tables.cache import gpu, host_copy
 from flatbed.tables.cache.base import LookupBatch
 from flatbed.tables.grads import RowGrads, merge_grads
-from flatbed.tables.lookup import RowPrefetch
+from flatbed.tables.prefetch import RowPrefetch
 from flatbed.tables.storage.disk import DiskStorage
 from tests.tables.tables import cached_rows
 

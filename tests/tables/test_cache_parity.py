@@ -19,7 +19,7 @@ import flatbed.optim
 from flatbed.data import Prefetcher
 from flatbed.tables.cache import write_behind
 from flatbed.tables.cache.base import CacheStats
-from flatbed.tables.lookup import RowPrefetch
+from flatbed.tables.prefetch import RowPrefetch
 from tests.tables.tables import ALL_CASES, BY_NAME, DEVICES, Twins, assert_equal, everything, storage_options
 
 N_ROWS = 40

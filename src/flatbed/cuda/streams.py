@@ -54,10 +54,10 @@ uses several streams; what a loop that is left has in flight; blocks of `topk`, 
 coefficients of an optimizer that is used in another stream. Staging memory is pinned by torch's allocator,
 which keeps a block until its copy is done.
 
-CUDA graphs of the user are captured in the user's stream. From the first captured lookup on, a table's rows
-are not prefetched to the GPU: see `tables.cache.gpu`. Graphs of the decisions on an admission
-(`DecisionGraphs`) are replayed in "rows", or in "files" for tables on disk. Their kernels have the high
-priority of the stream "decisions", where they are captured.
+CUDA graphs of the user are captured in the user's stream. Once a graph has captured a lookup with its
+admission, the table's rows are no longer prefetched to the GPU: see `tables.cache.gpu`. Graphs of the
+decisions on an admission (`DecisionGraphs`) are replayed in "rows", or in "files" for tables on disk. Their
+kernels have the high priority of the stream "decisions", where they are captured.
 
 Locks, in the order in which a thread may take them (`LOCK_ORDER`)
 

@@ -10,6 +10,7 @@ import copy
 from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import cache
 from operator import is_
 from typing import Any, NamedTuple, TypeAlias
 
@@ -107,18 +108,25 @@ def without_rows(batch: Any) -> Any:
 def as_tensor(array: Array) -> Any:
     """Return numbers as a CPU tensor, without a copy where that is possible; other arrays as they are.
 
-    Arrays are copied if they are read-only, or in a byte order, type or strides that torch does not know.
+    Arrays are copied if they are read-only, in another byte order, or have strides that torch does not know.
     """
     if array.dtype.kind not in "biufc" or isinstance(array, np.ma.MaskedArray):
         return array
-    if array.flags.writeable and array.dtype.isnative:
+    native = _native(array.dtype)
+    if array.flags.writeable and array.dtype == native:
         with suppress(TypeError, ValueError):
-            return torch.from_numpy(array)
-    native = np.dtype(array.dtype.newbyteorder("=").str)  # one name for equal types, as ulonglong and uint64
+            return torch.from_numpy(array.view(native))
     try:
         return torch.from_numpy(np.array(array, native, order="C"))
     except TypeError:  # long double
         return array
+
+
+@cache
+def _native(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Return the type in the byte order of the machine, with one name for equal types, as long and int64."""
+    native: np.dtype[Any] = np.dtype(dtype.newbyteorder("=").str)
+    return native
 
 
 # ---- ids

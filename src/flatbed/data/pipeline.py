@@ -37,7 +37,7 @@ from flatbed.data.batches import (
 )
 from flatbed.data.loader_ranks import NO_BATCH, LoaderRanks
 from flatbed.distributed.ranks import reason_of
-from flatbed.tables.lookup import PrefetchRequest, RowPrefetch
+from flatbed.tables.prefetch import PrefetchRequest, RowPrefetch
 
 if TYPE_CHECKING:
     from typing_extensions import Self

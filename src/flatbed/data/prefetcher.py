@@ -17,7 +17,7 @@ from flatbed.data.pipeline import Pipeline, PrefetchIterator
 from flatbed.errors import FlatbedError
 from flatbed.tables.config import device_of
 from flatbed.tables.embedding import TableModule
-from flatbed.tables.lookup import RowPrefetch
+from flatbed.tables.prefetch import RowPrefetch
 from flatbed.tables.table import Table
 
 PREVIOUS_SECONDS = 60.0
