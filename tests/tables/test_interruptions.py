@@ -209,8 +209,7 @@ def test_a_cache_is_emptied_as_a_whole(storage: str, tmp_path: Path) -> None:
 
 @IN_FINALIZERS
 def test_steps_after_the_creation_of_the_journal_was_interrupted(tmp_path: Path) -> None:
-    files = ("tables/lookup", "tables/prefetch", "data/pipeline")
-    number, within = 1, tuple(f"{SOURCE}/{name}.py" for name in files)
+    number, within = 1, (f"{SOURCE}/tables/storage/disk", f"{SOURCE}/tables/files.py")
     while True:
         emb, optimizer = made("disk", tmp_path / str(number))
         emb(torch.tensor(BATCHES[0])).sum().backward()
@@ -238,10 +237,8 @@ def test_an_interrupted_loop_keeps_no_reservation(tmp_path: Path) -> None:
             optimizer.step()
             optimizer.zero_grad()
 
-    number, within = (
-        1,
-        (*(f"{SOURCE}/{name}.py" for name in ("tables/lookup", "tables/prefetch", "data/pipeline")),),
-    )
+    files = ("tables/lookup", "tables/prefetch", "data/pipeline")
+    number, within = 1, tuple(f"{SOURCE}/{name}.py" for name in files)
     while True:
         emb, optimizer = made("disk", tmp_path / str(number), cache_rows=8)
         step(emb, optimizer, [5])
