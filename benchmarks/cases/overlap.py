@@ -8,6 +8,8 @@
 - disk: a table on disk, whose file is in the page cache, beside products of 5 ms.
 - cold: a table on disk that is opened with no page of its file in memory, and a smaller cache on the GPU.
 
+Variants are eager, prefetched, and, except from disk, prefetched with the step as a CUDA graph.
+
 Append ids to a case, except `cold`, to choose them: `mlp:uniform`, `gemm:zipf 1.2`. Models compute forward
 and backward in bf16; only the table is updated. The bound ratio is the step against the larger of the model
 alone and the table alone: the GPU time of its eager step, most of which is the bus. A step from disk is
