@@ -121,10 +121,12 @@ class CapturedStep:
                 "learning rate that a scheduler changes as a tensor on the GPU"
             )
             self._graph = None
-        if self._graph is None or not load_captured(self._lookups, leaves):
+        if self._graph is None:
             self._capture(leaves)
-            load_captured(self._lookups, leaves)
         assert self._graph is not None
+        if not load_captured(self._lookups, leaves):
+            self._graph, self._n_calls = None, 1  # this call is the first of another warm-up
+            return self._run_in_side_stream(leaves)
         self._graph.replay()
         result = tree_map_only(Tensor, Tensor.clone, self._outputs)
         if self._checks:
@@ -142,18 +144,15 @@ class CapturedStep:
 
     def _run_in_side_stream(self, leaves: list[Tensor]) -> Any:
         """Run a step as it is; not in the default stream, on which nothing can be captured."""
-        # Leaves on the GPU are used themselves: their rows may have been prefetched.
-        pairs = zip(leaves, self._inputs, strict=True)
-        batch = [leaf if leaf.device == static.device else static for leaf, static in pairs]
         current, side = torch.cuda.current_stream(self._device), stream_for(self._device, "captures")
         side.wait_stream(current)
-        with torch.cuda.stream(side):
-            result = self._train_step(tree_unflatten(batch, self._structure))
+        with torch.cuda.stream(side), lookups_in_capture(self._inputs, leaves):
+            result = self._train_step(tree_unflatten(self._inputs, self._structure))
         current.wait_stream(side)
         return tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), result)
 
     def _capture(self, leaves: list[Tensor]) -> None:
-        graph = torch.cuda.CUDAGraph()
+        graph, self._graph = torch.cuda.CUDAGraph(), None
         self._optimizers = []
         positions = torch.full((MAX_TABLES,), NO_ERROR, dtype=torch.int64, device="cpu", pin_memory=True)
         hook = register_optimizer_step_pre_hook(lambda optimizer, *_: self._optimizers.append(optimizer))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -45,9 +45,9 @@ def prepare_lookup(
     if table._prefetched and not capturing and isinstance(ids, Tensor):
         if for_bag and table._shards is None:  # otherwise all ranks are told
             _check_bags(ids)
-        batch = _find_prefetched(table, ids, lead=lead, records_grad=records_grad)
+        batch = _find_prefetched(table, _leaf_of(ids), lead=lead, records_grad=records_grad)
         if batch is not None:
-            return batch
+            return batch if batch.shape == ids.shape else replace(batch, shape=ids.shape)
     if isinstance(table._row_io, ShardedRowIO):
         return _prepare_sharded(table, table._row_io, ids, for_bag=for_bag, records_grad=records_grad)
     given = as_ids(ids)
@@ -89,7 +89,6 @@ def _find_prefetched(
             continue
         if not _is_same_memory(ids, own):
             continue
-        batch = batch if batch.shape == ids.shape else replace(batch, shape=ids.shape)
         if isinstance(table._row_io, ShardedRowIO):
             if lead is not None:
                 return None
@@ -201,12 +200,22 @@ class CapturedLookup:
     """What the graph reads. `load_captured` writes the unique rows."""
 
 
+@dataclass(slots=True, eq=False)
 class LookupCapture:
-    """The inputs of a graph that is being captured, the leaves that they stand for, and lookups of these."""
+    """A step that runs on the inputs of a graph, and the leaves of a batch that these stand for."""
 
-    def __init__(self, inputs: list[Tensor], leaves: list[Tensor]) -> None:
-        self.inputs, self.leaves = inputs, leaves
-        self.lookups: list[CapturedLookup] = []
+    inputs: list[Tensor]
+    leaves: list[Tensor]
+    versions: list[int]
+    """Those of the inputs at first: an input that the step changes stands for no leaf."""
+    lookups: list[CapturedLookup] = field(default_factory=list)
+
+    def position_of(self, ids: Tensor) -> int | None:
+        """Return which input these ids are, as a whole and unchanged."""
+        for position, (own, version) in enumerate(zip(self.inputs, self.versions, strict=True)):
+            if _is_same_memory(ids, own):
+                return position if version_of(own) == version else None
+        return None
 
 
 _capture: LookupCapture | None = None
@@ -214,60 +223,72 @@ _capture: LookupCapture | None = None
 
 @contextmanager
 def lookups_in_capture(inputs: list[Tensor], leaves: list[Tensor]) -> Iterator[list[CapturedLookup]]:
-    """Let lookups of inputs in the body use prefetched rows of the leaves. Yields the list of them."""
+    """Let lookups of inputs in the body use the prefetched rows of leaves. Yields the captured ones."""
     global _capture
-    _capture = LookupCapture(inputs, leaves)
+    _capture = LookupCapture(inputs, leaves, [*map(version_of, inputs)])
     try:
         yield _capture.lookups
     finally:
         _capture = None
 
 
+def _leaf_of(ids: Tensor) -> Tensor:
+    """Return the leaf that an input of a graph stands for; other ids as they are."""
+    position = None if _capture is None else _capture.position_of(ids)
+    return ids if _capture is None or position is None else _capture.leaves[position]
+
+
 def _captured_lookup(table: Table, ids: Any) -> LookupBatch | None:
     """Return the batch of a lookup whose rows are admitted before each replay; None for other lookups.
 
-    The ids are an input of the graph, as a whole, and the leaf that it stands for was prefetched.
+    The ids are an input of the graph, and the leaf that it stands for was prefetched.
     """
     store = table._store
     if _capture is None or not isinstance(ids, Tensor) or table._shards is not None or not store.in_memory:
         return None
-    for position, (own, leaf) in enumerate(zip(_capture.inputs, _capture.leaves, strict=True)):
-        if not _is_same_memory(ids, own):
-            continue
-        found = _find_prefetched(table, leaf, lead=None, records_grad=True)
-        if found is None or found.cache is None or found.cache is not store.cache or store.relayout_pending:
-            return None
-        from flatbed.kernels._triton.rows import empty_results
+    position = _capture.position_of(ids)
+    if position is None:
+        return None
+    for lookup in _capture.lookups:
+        if lookup.table is table and lookup.position == position:  # looked up twice
+            return replace(lookup.batch, shape=ids.shape)
+    found = _find_prefetched(table, _capture.leaves[position], lead=None, records_grad=True)
+    if found is None or found.cache is None or found.cache is not store.cache or store.relayout_pending:
+        return None
+    from flatbed.kernels._triton.rows import empty_results
 
-        keys = _keys(as_ids(ids), store.config.n_rows, store.device)
-        unique_rows = empty_results(keys.numel(), store.device)
-        batch = LookupBatch(ids.shape, keys, unique_rows, found.cache, found.admission)
-        _capture.lookups.append(CapturedLookup(table, position, batch))
-        found.cache.in_graphs = True
-        return batch
-    return None
+    keys = _keys(as_ids(ids), store.config.n_rows, store.device)
+    unique_rows = empty_results(keys.numel(), store.device)
+    batch = LookupBatch(ids.shape, keys, unique_rows, found.cache, found.admission)
+    _capture.lookups.append(CapturedLookup(table, position, batch))
+    found.cache.in_graphs = True
+    return batch
 
 
 def load_captured(lookups: list[CapturedLookup], leaves: list[Tensor]) -> bool:
     """Admit the rows of a batch that were not prefetched, and write what the next replay reads.
 
-    Returns False if a table has another cache than the graph uses: the step must be captured again.
+    Returns False if the graph should be captured again: a table has another cache than it uses, or its rows
+    are no longer prefetched. Bad ids raise here.
     """
     from flatbed.kernels._triton.rows import copy_results_
 
-    for lookup in lookups:
-        if lookup.table._deferred_checks.pending:
-            lookup.table._raise_bad_ids()  # of an earlier batch
     batches = []
     for lookup in lookups:
+        own = lookup.batch.cache
+        assert own is not None
+        if own.has_unseen_replays:
+            return False
         batch = prepare_lookup(lookup.table, leaves[lookup.position], records_grad=True)
-        if batch.cache is None or batch.cache is not lookup.batch.cache:
+        if batch.cache is not own:
             return False
         copy_results_(lookup.batch.unique, batch.unique)
-        batches.append(batch)
-    for batch in batches:
-        assert batch.cache is not None
-        batch.cache.location_for(batch)
+        batches.append((own, batch))
+    for lookup in lookups:
+        if lookup.table._deferred_checks.pending:  # of ids on a GPU that were not prefetched
+            lookup.table._raise_bad_ids()
+    for own, batch in batches:  # after all admissions: one may have ended the protection of another batch
+        own.location_for(batch)
     return True
 
 

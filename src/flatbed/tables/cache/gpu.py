@@ -87,7 +87,7 @@ class GpuCache:
         """Where kernels find records."""
         self.in_graphs = False
         """True once a CUDA graph has captured a lookup: it uses this memory."""
-        self._has_unseen_replays = False
+        self.has_unseen_replays = False
         """True once a CUDA graph has captured an admission, or work on rows that were not admitted before."""
         self._n_admissions = 0
         # Of the last admissions: how many ids, and whether it was a prefetch.
@@ -135,7 +135,7 @@ class GpuCache:
         The current stream, "rows", is ordered after the training work on all batches before these. The caller
         may prefetch further lookups, and then calls `issue_moves`, before anything else uses the cache.
         """
-        if self._has_unseen_replays or is_capturing(self.device):
+        if self.has_unseen_replays or is_capturing(self.device):
             return None
         self._check_moved()
         n, n_prefetches = ids.numel(), window
@@ -223,8 +223,8 @@ class GpuCache:
     def _enter_graph(self) -> None:
         """End prefetching for good, since the host does not see what replays do."""
         self.in_graphs = True
-        if not self._has_unseen_replays:
-            self._has_unseen_replays, self._window = True, 0
+        if not self.has_unseen_replays:
+            self.has_unseen_replays, self._window = True, 0
             if self._has_prefetched and self.device.type == "cuda":
                 with relaxed_capture():
                     stream_for(self.device, "records").synchronize()
@@ -237,7 +237,7 @@ class GpuCache:
         Later prefetches wait for the stream that is current at the next `PrefetchIterator.__next__`: this
         work is in that stream, or ordered before it.
         """
-        if batch is None or batch.cache is not self or self._has_unseen_replays:
+        if batch is None or batch.cache is not self or self.has_unseen_replays:
             return False
         return batch.admission is not None and batch.admission >= self._oldest_protected
 

@@ -83,7 +83,7 @@ class HostCopyCache:
         self.storage, self.index, self.writer, self.device = storage, index, writer, device
         self.record, self.n_rows = storage.record, storage.n_rows
         self.n_slots = n_slots = index.n_slots
-        self.in_graphs = False
+        self.in_graphs = self.has_unseen_replays = False
         self.records = torch.empty((n_slots, storage.record.nbytes), dtype=torch.uint8, device=device)
         self.lock = OrderedLock("cache")
         self.retired = False
