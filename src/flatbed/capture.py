@@ -46,8 +46,8 @@ def capture(
     rate that is a tensor on the GPU, `lr=torch.tensor(1e-3, device="cuda")`, may change without that. Ids out
     of range raise IndexError in the next call at the latest. The GPU reads a batch in pinned memory after the
     call has returned: do not write to it again. Rows of batches of a `Prefetcher` are prefetched for captured
-    steps, too, if they look up ids as they are in the batch. On a CPU there is no graph: every call checks
-    the batch in the same way and runs `train_step`.
+    steps, too, if they look up ids of the batch as they are, and no others. On a CPU there is no graph: every
+    call checks the batch in the same way and runs `train_step`.
 
     >>> import flatbed, torch
     >>> emb = flatbed.Embedding(1000, 8)
@@ -93,6 +93,8 @@ class CapturedStep:
         self._hyperparameters: list[Any] = []
         self._lookups: list[CapturedLookup] = []
         """Lookups of prefetched rows."""
+        self._has_other_lookups = False
+        """True if the step looks up ids that are no inputs: its graph then admits all rows itself."""
         self._checks: list[DeferredIdChecks] = []
         self._positions = torch.empty(0, dtype=torch.int64, device="cpu")
         """In pinned memory: for each check the first bad position, which every replay copies there."""
@@ -146,20 +148,22 @@ class CapturedStep:
         """Run a step as it is; not in the default stream, on which nothing can be captured."""
         current, side = torch.cuda.current_stream(self._device), stream_for(self._device, "captures")
         side.wait_stream(current)
-        with torch.cuda.stream(side), lookups_in_capture(self._inputs, leaves):
+        with torch.cuda.stream(side), lookups_in_capture(self._inputs, leaves) as lookups:
             result = self._train_step(tree_unflatten(self._inputs, self._structure))
+        self._has_other_lookups |= lookups.has_others
         current.wait_stream(side)
         return tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), result)
 
     def _capture(self, leaves: list[Tensor]) -> None:
         graph, self._graph = torch.cuda.CUDAGraph(), None
+        prefetches = not self._has_other_lookups
         self._optimizers = []
         positions = torch.full((MAX_TABLES,), NO_ERROR, dtype=torch.int64, device="cpu", pin_memory=True)
         hook = register_optimizer_step_pre_hook(lambda optimizer, *_: self._optimizers.append(optimizer))
         try:
             with (
                 checks_in_capture() as self._checks,
-                lookups_in_capture(self._inputs, leaves) as self._lookups,
+                lookups_in_capture(self._inputs, leaves, uses_prefetched=prefetches) as lookups,
                 torch.cuda.graph(graph, stream=stream_for(self._device, "captures")),
             ):
                 outputs = self._train_step(tree_unflatten(self._inputs, self._structure))
@@ -177,6 +181,7 @@ class CapturedStep:
         # Without the autograd graph, whose nodes would tie later captures to this stream.
         self._outputs = tree_map_only(Tensor, Tensor.detach, outputs)
         self._graph, self._hyperparameters = graph, _hyperparameters(self._optimizers)
+        self._lookups = lookups.lookups
         self._positions = positions[: len(self._checks)]
         self._replayed = deque([torch.cuda.Event(), torch.cuda.Event()])  # type: ignore[no-untyped-call,unused-ignore]
 

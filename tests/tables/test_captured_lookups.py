@@ -157,8 +157,7 @@ def test_lookups_of_other_ids_in_the_step(kind: type[Model]) -> None:
     batches, model = drawn(16), kind("cuda")
     step = flatbed.capture(model.step, batches[0].cuda())
     losses = [float(step(ids)) for ids in prefetched(model, [ids.clone() for ids in batches])]
-    if kind is ChangesIds:
-        assert step._lookups == []  # type: ignore[attr-defined]
+    assert step._lookups == []  # type: ignore[attr-defined]
     expected = kind("cuda")
     assert losses == [float(expected.step(ids.cuda())) for ids in batches]
     for found, one in zip(model.everything(), expected.everything(), strict=True):
@@ -234,8 +233,10 @@ def test_what_a_replay_reads(kernel_device: str, monkeypatch: pytest.MonkeyPatch
     table, static, graph, n_hits = emb.table, batches[0].to(kernel_device), None, 0
     for ids in flatbed.Prefetcher(batches, {emb: lambda ids: ids}, depth=DEPTH):
         if graph is None:
-            with lookups_in_capture([static], [ids]) as graph:
+            with lookups_in_capture([static], [ids]) as found:
                 captured = prepare_lookup(table, static.view(2, -1), records_grad=True)
+            graph = found.lookups
+            assert not found.has_others
             assert [one.batch for one in graph] == [captured]
             assert captured.unique.rows.data_ptr() != table._prefetched[0].unique.rows.data_ptr()
         for leaf in (ids, ids.flip(0)):  # prefetched, and not
@@ -276,10 +277,30 @@ def test_lookups_that_stay_in_the_graph(kernel_device: str) -> None:
             assert [one is not None and tuple(one.shape) for one in twice] == [(2, 2, 16), (64,)]
             static.add_(0)
             assert lookup._captured_lookup(emb.table, static) is None, "the step may have changed its ids"
-        assert len(found) == 1
+        assert len(found.lookups) == 1
         with lookups_in_capture([static], [ids.clone()]):
             assert lookup._captured_lookup(emb.table, static) is None
+        with lookups_in_capture([static], [ids], uses_prefetched=False):
+            assert lookup._captured_lookup(emb.table, static) is None
     assert lookup._captured_lookup(emb.table, static) is None
+
+
+@pytest.mark.parametrize("is_other", [False, True])
+def test_a_warm_up_notes_lookups_of_other_ids(kernel_device: str, is_other: bool) -> None:
+    """All rows are admitted inside of the graph then."""
+    emb = flatbed.Embedding(ROWS, DIM, device=kernel_device, cache_rows=6 * N_IDS, shard=None)
+    flatbed.optim.SGD(emb, lr=0.1)
+    static = torch.zeros(N_IDS, dtype=torch.int64, device=kernel_device)
+    for ids in flatbed.Prefetcher(drawn(4), {emb: lambda ids: ids}, depth=DEPTH):
+        static.copy_(ids)
+        for other in (static[:7], [1, 2], static.clone()) if is_other else (static, static.view(2, -1)):
+            with lookups_in_capture([static], [ids]) as found:
+                batch = prepare_lookup(emb.table, other, records_grad=True)
+            assert found.has_others == is_other
+            assert (batch.unique is emb.table._prefetched[0].unique) == (not is_other)
+            with lookups_in_capture([static], [ids]) as found, torch.no_grad():
+                emb(static)
+            assert found.has_others
 
 
 # ---- lookups of other ids between prefetched ones

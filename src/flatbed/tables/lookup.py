@@ -36,8 +36,10 @@ def prepare_lookup(
     store, checks = table._store, table._deferred_checks
     n_rows, device, lead = store.config.n_rows, store.device, store.config.padding_idx if for_bag else None
     capturing = is_capturing(device)
-    if capturing and records_grad and lead is None:
-        captured = _captured_lookup(table, ids)
+    if _capture is not None:
+        may_be_prefetched = records_grad and lead is None
+        _capture.note(ids if may_be_prefetched else None)
+        captured = _captured_lookup(table, ids) if capturing and may_be_prefetched else None
         if captured is not None:
             return captured
     if records_grad and device.type == "cuda" and checks.graph_error is None and not capturing:
@@ -208,7 +210,15 @@ class LookupCapture:
     leaves: list[Tensor]
     versions: list[int]
     """Those of the inputs at first: an input that the step changes stands for no leaf."""
+    uses_prefetched: bool
+    """False if all rows are to be admitted inside of the graph."""
     lookups: list[CapturedLookup] = field(default_factory=list)
+    has_others: bool = False
+    """True if there were lookups whose rows cannot be prefetched."""
+
+    def note(self, ids: Any) -> None:
+        """Note a lookup; ids that cannot be prefetched are None."""
+        self.has_others |= not isinstance(ids, Tensor) or self.position_of(ids) is None
 
     def position_of(self, ids: Tensor) -> int | None:
         """Return which input these ids are, as a whole and unchanged."""
@@ -222,12 +232,14 @@ _capture: LookupCapture | None = None
 
 
 @contextmanager
-def lookups_in_capture(inputs: list[Tensor], leaves: list[Tensor]) -> Iterator[list[CapturedLookup]]:
-    """Let lookups of inputs in the body use the prefetched rows of leaves. Yields the captured ones."""
+def lookups_in_capture(
+    inputs: list[Tensor], leaves: list[Tensor], *, uses_prefetched: bool = True
+) -> Iterator[LookupCapture]:
+    """Let lookups of inputs in the body use the prefetched rows of leaves, unless that is not wanted."""
     global _capture
-    _capture = LookupCapture(inputs, leaves, [*map(version_of, inputs)])
+    _capture = LookupCapture(inputs, leaves, [*map(version_of, inputs)], uses_prefetched)
     try:
-        yield _capture.lookups
+        yield _capture
     finally:
         _capture = None
 
@@ -244,7 +256,9 @@ def _captured_lookup(table: Table, ids: Any) -> LookupBatch | None:
     The ids are an input of the graph, and the leaf that it stands for was prefetched.
     """
     store = table._store
-    if _capture is None or not isinstance(ids, Tensor) or table._shards is not None or not store.in_memory:
+    if _capture is None or not _capture.uses_prefetched or not isinstance(ids, Tensor):
+        return None
+    if table._shards is not None or not store.in_memory:
         return None
     position = _capture.position_of(ids)
     if position is None:
