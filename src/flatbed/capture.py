@@ -18,7 +18,8 @@ from flatbed.data.batches import as_tensor
 from flatbed.errors import FlatbedError
 from flatbed.tables.config import device_of
 from flatbed.tables.ids import NO_ERROR, DeferredIdChecks, checks_in_capture
-from flatbed.tables.lookup import CapturedLookup, load_captured, lookups_in_capture
+from flatbed.tables.lookup import CapturedLookup, are_prefetched, load_captured, lookups_in_capture
+from flatbed.tables.table import Table
 
 WARM_UP = 3
 """Calls before the capture: kernels are compiled, and optimizers and tables allocate, in the first ones."""
@@ -93,8 +94,8 @@ class CapturedStep:
         self._hyperparameters: list[Any] = []
         self._lookups: list[CapturedLookup] = []
         """Lookups of prefetched rows."""
-        self._has_other_lookups = False
-        """True if the step looks up ids that are no inputs: its graph then admits all rows itself."""
+        self._noted: list[tuple[Table, int | None]] = []
+        """Lookups of the last warm-up. If one is not of a prefetched leaf, the graph admits all rows."""
         self._checks: list[DeferredIdChecks] = []
         self._positions = torch.empty(0, dtype=torch.int64, device="cpu")
         """In pinned memory: for each check the first bad position, which every replay copies there."""
@@ -150,13 +151,13 @@ class CapturedStep:
         side.wait_stream(current)
         with torch.cuda.stream(side), lookups_in_capture(self._inputs, leaves) as lookups:
             result = self._train_step(tree_unflatten(self._inputs, self._structure))
-        self._has_other_lookups |= lookups.has_others
+        self._noted = lookups.noted
         current.wait_stream(side)
         return tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), result)
 
     def _capture(self, leaves: list[Tensor]) -> None:
         graph, self._graph = torch.cuda.CUDAGraph(), None
-        prefetches = not self._has_other_lookups
+        prefetches = are_prefetched(self._noted, leaves)
         self._optimizers = []
         positions = torch.full((MAX_TABLES,), NO_ERROR, dtype=torch.int64, device="cpu", pin_memory=True)
         hook = register_optimizer_step_pre_hook(lambda optimizer, *_: self._optimizers.append(optimizer))

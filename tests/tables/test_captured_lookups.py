@@ -12,7 +12,13 @@ from torch import Tensor, nn
 import flatbed
 from flatbed.capture import CapturedStep
 from flatbed.tables import lookup
-from flatbed.tables.lookup import LookupFunction, load_captured, lookups_in_capture, prepare_lookup
+from flatbed.tables.lookup import (
+    LookupFunction,
+    are_prefetched,
+    load_captured,
+    lookups_in_capture,
+    prepare_lookup,
+)
 
 ROWS, DIM, N_IDS, DEPTH = 1000, 8, 64, 2
 gpu = pytest.mark.gpu
@@ -151,6 +157,17 @@ class LooksUpParts(Model):
 
 
 @gpu
+def test_one_table_that_is_not_prefetched() -> None:
+    """The graph admits the rows of both."""
+    batches, model = drawn(16), Model("cuda")
+    step = flatbed.capture(model.step, batches[0].cuda())
+    loader = flatbed.Prefetcher(batches, {model.items: lambda ids: ids}, depth=DEPTH)
+    losses = [float(step(ids)) for ids in loader]
+    assert step._lookups == []  # type: ignore[attr-defined]
+    check(model, losses, batches, "cuda")
+
+
+@gpu
 @pytest.mark.parametrize("kind", [ChangesIds, LooksUpParts])
 def test_lookups_of_other_ids_in_the_step(kind: type[Model]) -> None:
     """The graph admits their rows."""
@@ -236,7 +253,9 @@ def test_what_a_replay_reads(kernel_device: str, monkeypatch: pytest.MonkeyPatch
             with lookups_in_capture([static], [ids]) as found:
                 captured = prepare_lookup(table, static.view(2, -1), records_grad=True)
             graph = found.lookups
-            assert not found.has_others
+            assert found.noted == [(table, 0)]
+            assert are_prefetched(found.noted, [ids])
+            assert not are_prefetched(found.noted, [ids.clone()])
             assert [one.batch for one in graph] == [captured]
             assert captured.unique.rows.data_ptr() != table._prefetched[0].unique.rows.data_ptr()
         for leaf in (ids, ids.flip(0)):  # prefetched, and not
@@ -296,11 +315,12 @@ def test_a_warm_up_notes_lookups_of_other_ids(kernel_device: str, is_other: bool
         for other in (static[:7], [1, 2], static.clone()) if is_other else (static, static.view(2, -1)):
             with lookups_in_capture([static], [ids]) as found:
                 batch = prepare_lookup(emb.table, other, records_grad=True)
-            assert found.has_others == is_other
+            assert found.noted == [(emb.table, None if is_other else 0)]
+            assert are_prefetched(found.noted, [ids]) == (not is_other)
             assert (batch.unique is emb.table._prefetched[0].unique) == (not is_other)
             with lookups_in_capture([static], [ids]) as found, torch.no_grad():
                 emb(static)
-            assert found.has_others
+            assert not are_prefetched(found.noted, [ids])
 
 
 # ---- lookups of other ids between prefetched ones

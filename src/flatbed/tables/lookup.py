@@ -38,7 +38,7 @@ def prepare_lookup(
     capturing = is_capturing(device)
     if _capture is not None:
         may_be_prefetched = records_grad and lead is None
-        _capture.note(ids if may_be_prefetched else None)
+        _capture.note(table, ids if may_be_prefetched else None)
         captured = _captured_lookup(table, ids) if capturing and may_be_prefetched else None
         if captured is not None:
             return captured
@@ -213,12 +213,12 @@ class LookupCapture:
     uses_prefetched: bool
     """False if all rows are to be admitted inside of the graph."""
     lookups: list[CapturedLookup] = field(default_factory=list)
-    has_others: bool = False
-    """True if there were lookups whose rows cannot be prefetched."""
+    noted: list[tuple[Table, int | None]] = field(default_factory=list)
+    """All lookups: the table, and which input the ids are; None for others, which cannot be prefetched."""
 
-    def note(self, ids: Any) -> None:
+    def note(self, table: Table, ids: Any) -> None:
         """Note a lookup; ids that cannot be prefetched are None."""
-        self.has_others |= not isinstance(ids, Tensor) or self.position_of(ids) is None
+        self.noted.append((table, self.position_of(ids) if isinstance(ids, Tensor) else None))
 
     def position_of(self, ids: Tensor) -> int | None:
         """Return which input these ids are, as a whole and unchanged."""
@@ -255,10 +255,7 @@ def _captured_lookup(table: Table, ids: Any) -> LookupBatch | None:
 
     The ids are an input of the graph, and the leaf that it stands for was prefetched.
     """
-    store = table._store
     if _capture is None or not _capture.uses_prefetched or not isinstance(ids, Tensor):
-        return None
-    if table._shards is not None or not store.in_memory:
         return None
     position = _capture.position_of(ids)
     if position is None:
@@ -266,8 +263,8 @@ def _captured_lookup(table: Table, ids: Any) -> LookupBatch | None:
     for lookup in _capture.lookups:
         if lookup.table is table and lookup.position == position:  # looked up twice
             return replace(lookup.batch, shape=ids.shape)
-    found = _find_prefetched(table, _capture.leaves[position], lead=None, records_grad=True)
-    if found is None or found.cache is None or found.cache is not store.cache or store.relayout_pending:
+    found, store = _prefetched_batch(table, _capture.leaves[position]), table._store
+    if found is None:
         return None
     from flatbed.kernels._triton.rows import empty_results
 
@@ -275,8 +272,26 @@ def _captured_lookup(table: Table, ids: Any) -> LookupBatch | None:
     unique_rows = empty_results(keys.numel(), store.device)
     batch = LookupBatch(ids.shape, keys, unique_rows, found.cache, found.admission)
     _capture.lookups.append(CapturedLookup(table, position, batch))
+    assert found.cache is not None
     found.cache.in_graphs = True
     return batch
+
+
+def _prefetched_batch(table: Table, leaf: Tensor) -> LookupBatch | None:
+    """Return the prefetched batch of a leaf, if a graph can use the cache that it was admitted to."""
+    store = table._store
+    if table._shards is not None or not store.in_memory or store.relayout_pending:
+        return None
+    found = _find_prefetched(table, leaf, lead=None, records_grad=True)
+    return None if found is None or found.cache is None or found.cache is not store.cache else found
+
+
+def are_prefetched(noted: list[tuple[Table, int | None]], leaves: list[Tensor]) -> bool:
+    """Return True if all lookups that a step was seen to make are of prefetched leaves."""
+    return all(
+        position is not None and _prefetched_batch(table, leaves[position]) is not None
+        for table, position in noted
+    )
 
 
 def load_captured(lookups: list[CapturedLookup], leaves: list[Tensor]) -> bool:
