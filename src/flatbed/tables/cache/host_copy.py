@@ -326,16 +326,16 @@ class HostCopyCache:
 
     def _copy_to_host(self, slots: Tensor) -> PendingCopy:
         """Copy records of slots, which are on the device."""
-        return self._copied(_words(self.records).index_select(0, slots).view(torch.uint8))
+        records = _words(self.records).index_select(0, slots).view(torch.uint8)
+        return self._copied(records, self.writer.row_sums(records))
 
-    def _copied(self, tensor: Tensor) -> PendingCopy:
-        """Copy a tensor to the host. Does not wait."""
+    def _copied(self, tensor: Tensor, sums: Tensor | None = None) -> PendingCopy:
+        """Copy a tensor, and its checksums, to the host. Does not wait."""
         if not tensor.is_cuda:
-            return PendingCopy(tensor)
-        pinned = torch.empty(tensor.shape, dtype=tensor.dtype, device=CPU, pin_memory=True)
-        pinned.copy_(tensor, non_blocking=True)
+            return PendingCopy(tensor, sums=sums)
+        pinned, pinned_sums = _pinned_copy(tensor), None if sums is None else _pinned_copy(sums)
         done = torch.cuda.current_stream(self.device).record_event()
-        return PendingCopy(pinned, done, self.device)
+        return PendingCopy(pinned, done, self.device, pinned_sums)
 
     def _copy_to_device(self, tensor: Tensor) -> Tensor:
         if self.device.type != "cuda" or not tensor.numel():
@@ -435,6 +435,11 @@ class HostCopyCache:
         self._live.clear()
         self._unmoved = None
         self.index.clear()
+
+
+def _pinned_copy(tensor: Tensor) -> Tensor:
+    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, device=CPU, pin_memory=True)
+    return pinned.copy_(tensor, non_blocking=True)
 
 
 def _words(records: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from flatbed.kernels.cache import CacheIndex
 from flatbed.tables.files import NoSpace
 from flatbed.tables.storage.base import Storage
 from flatbed.tables.storage.disk import DiskStorage
+from flatbed.tables.storage.disk.checked_records import device_row_sums
 
 MANY = 1 << 12  # rows from which another thread pays off
 
@@ -32,6 +33,8 @@ class PendingCopy:
     complete: torch.cuda.Event | None = None
     device: torch.device | None = None
     """Where it is copied from."""
+    sums: Tensor | None = None
+    """The checksums of records, if they were computed there."""
 
     def wait(self) -> None:
         """Wait until the tensor is complete. Allowed in any thread, also while another captures a graph."""
@@ -58,6 +61,9 @@ class MemoryWriter:
     @contextmanager
     def reading(self, rows: Tensor, *, pin: bool) -> Iterator[Read]:
         yield lambda: (self.storage.gather(rows), np.arange(len(rows)))
+
+    def row_sums(self, records: Tensor) -> None:
+        """Return None: memory has no checksums."""
 
     def write(self, rows: Tensor, copies: PendingCopy) -> None:
         copies.wait()
@@ -139,6 +145,10 @@ class WriteBehind:
         finally:
             wait([order])
 
+    def row_sums(self, records: Tensor) -> Tensor | None:
+        """Return the checksums of records on a GPU, which takes less time for it than the host."""
+        return device_row_sums(records) if records.is_cuda else None
+
     def write(self, rows: Tensor, copies: PendingCopy) -> None:
         """Queue the records of rows that are evicted or flushed."""
         self.finish()
@@ -147,7 +157,7 @@ class WriteBehind:
 
     def _write(self, rows: Tensor, copies: PendingCopy) -> None:
         copies.wait()
-        self.storage.scatter_(rows, copies.tensor)
+        self.storage.scatter_(rows, copies.tensor, copies.sums)
 
     def finish(self) -> None:
         """Wait for the pending write. A write that failed is tried again here, and raises here."""

@@ -17,7 +17,13 @@ from flatbed.cli import app
 from flatbed.errors import DamagedFileError
 from flatbed.tables.storage import base
 from flatbed.tables.storage.disk import DiskStorage, ReadOnlyStorage
-from flatbed.tables.storage.disk.checked_records import as_records, file_size, row_sums, sums_at
+from flatbed.tables.storage.disk.checked_records import (
+    as_records,
+    device_row_sums,
+    file_size,
+    row_sums,
+    sums_at,
+)
 from flatbed.tables.storage.disk.format import RECORDS_AT, STATE_AT
 from tests.tables.storage.disk.crash_model import (
     NBYTES,
@@ -52,6 +58,31 @@ def path(tmp_path: Path) -> Path:
         storage.scatter_(torch.arange(50), random_records(50))
         storage.checkpoint()
     return tmp_path / "table"
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("nbytes", [16, 128, 1536])
+def test_a_device_computes_the_same_checksums(nbytes: int, device: str) -> None:
+    records = torch.from_numpy(
+        np.random.default_rng(nbytes).integers(256, size=(300, nbytes), dtype=np.uint8)
+    )
+    records[:3], records[3:6] = 0, 255
+    sums = device_row_sums(records.to(device)).cpu()
+    assert sums.tolist() == row_sums(as_records(records.numpy())).tolist()
+
+
+@pytest.mark.parametrize("error", [0, 1])
+def test_rows_with_known_checksums(error: int, tmp_path: Path) -> None:
+    records = random_records(50)
+    with closing(made(tmp_path, N_ROWS)) as storage:
+        storage.scatter_(torch.arange(50), records, device_row_sums(records) + error)
+        storage.checkpoint()
+    with closing(DiskStorage.open(tmp_path / "table")) as storage:
+        if error:
+            with pytest.raises(DamagedFileError):
+                storage.gather(torch.arange(50))
+        else:
+            assert torch.equal(storage.gather(torch.arange(50)), records)
 
 
 @pytest.mark.parametrize("nbytes", [16, 128, 1536])

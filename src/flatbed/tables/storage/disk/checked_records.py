@@ -173,6 +173,20 @@ def row_sums(records: Records) -> Sums:
     return np.maximum(sums, 1, out=sums)
 
 
+def device_row_sums(records: Tensor) -> Tensor:
+    """Return the same checksums of (n, nbytes) of uint8, as int64, computed on the device of the records."""
+    words, mask = records.view(torch.int64), (1 << 32) - 1
+    first, second = _device_weights(2 * words.shape[1], records.device)
+    total = (words * first).sum(1) + ((words >> 32 & mask) * second).sum(1)
+    sums: Tensor = total >> 32 & mask
+    return sums.clamp(min=1)
+
+
+@lru_cache
+def _device_weights(count: int, device: torch.device) -> Tensor:
+    return torch.from_numpy(_weights(count).view(np.int64)).view(2, -1).to(device)
+
+
 @lru_cache
 def _weights(count: int) -> NDArray[np.uint64]:
     """Return pseudorandom odd numbers (splitmix64), part of the format."""

@@ -169,8 +169,13 @@ class Journal:
         """True if any `n_others` rows certainly fit. Needs no lock."""
         return self.n_entries + n_others <= self._capacity or self.n_rows + self._n_lost <= self._capacity
 
-    def put(self, ids: NDArray[np.int64], records: Records, pool: CopyThreads) -> None:
-        """Replace the records of unique rows; after an error for lack of space, nothing has changed."""
+    def put(
+        self, ids: NDArray[np.int64], records: Records, pool: CopyThreads, sums: Sums | None = None
+    ) -> None:
+        """Replace the records of unique rows; after an error for lack of space, nothing has changed.
+
+        `sums`: the checksums of the records, if they are known.
+        """
         if self._entry_of_row is None:
             self._entry_of_row = anonymous(self.n_rows)
         entries = self._entry_of_row[ids].astype(np.int64) - 1
@@ -182,21 +187,24 @@ class Journal:
         self._n_lost += len(fresh)
         self._row_of_entry[self.n_entries : after] = ids[fresh]
         self.n_entries = after
-        self._copy(entries, records, pool)
+        self._copy(entries, records, pool, sums)
         self._entry_of_row[ids[fresh]] = entries[fresh] + 1
         self._n_lost -= len(fresh)
 
-    def _copy(self, entries: NDArray[np.int64], records: Records, pool: CopyThreads) -> None:
-        """Write records, and compute their checksums while they are in a core's cache."""
+    def _copy(
+        self, entries: NDArray[np.int64], records: Records, pool: CopyThreads, sums: Sums | None
+    ) -> None:
+        """Write records, and compute their checksums, if needed, while they are in a core's cache."""
         file = self.file
         assert file is not None
         self._sums[entries] = 0  # until they are known: the copy may be interrupted
 
         def copy(part: slice) -> None:
             file.scatter(entries[part], records[part])
-            self._sums[entries[part]] = row_sums(records[part])
+            self._sums[entries[part]] = row_sums(records[part]) if sums is None else sums[part]
 
-        split(pool, copy, len(entries), n_parts=records.nbytes // SUMMED_PART)
+        part_bytes = SUMMED_PART if sums is None else MEMORY_PART
+        split(pool, copy, len(entries), n_parts=records.nbytes // part_bytes)
 
     def make_room(self, ids: NDArray[np.int64], *, also: int) -> None:
         """Reserve space for the records of these rows, and of `also` others without an entry, at most."""

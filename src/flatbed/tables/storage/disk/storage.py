@@ -172,14 +172,18 @@ class DiskStorage:
         while self._readers - {get_ident()}:
             time.sleep(0.001)
 
-    def scatter_(self, ids: Tensor, records: Tensor) -> None:
-        """Replace the records of rows; they reach the file with the next checkpoint."""
+    def scatter_(self, ids: Tensor, records: Tensor, sums: Tensor | None = None) -> None:
+        """Replace the records of rows; they reach the file with the next checkpoint.
+
+        `sums`: their checksums, if they are known (`device_row_sums`).
+        """
         with self._files.lock:
             self._begin(change=ids.numel() > 0)
             rows = rows_of(ids, self.n_rows)
             if len(rows):
                 given = as_records(records.detach().cpu().contiguous().numpy())
-                self._files.journal.put(rows, given, self._files.pool)
+                known = None if sums is None else sums.numpy().astype(np.uint32)
+                self._files.journal.put(rows, given, self._files.pool, known)
 
     def submit(self, function: Callable[..., T], *args: Any, in_order: bool = False) -> Future[T]:
         """Run a function in a thread that copies rows, or after earlier calls in the thread that writes."""
