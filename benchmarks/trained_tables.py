@@ -175,6 +175,20 @@ class FlatbedTable(TrainedTable):
 
         return steps
 
+    def model_alone(self, batches: Sequence[Ids]) -> Iterator[object]:
+        """Run the model, forward and backward, on the rows of the first batch.
+
+        In turns with the steps, and on their rows: the clock of a GPU depends on its load, and on the numbers
+        that it multiplies.
+        """
+        rows = self.read(batches[0]).to(self._device).requires_grad_()
+        for _ in batches:
+            loss = self.model(rows)
+            if loss is not None:
+                loss.backward()  # type: ignore[no-untyped-call]
+                rows.grad = None
+            yield loss
+
     def use_cache(self, cache_rows: int) -> None:
         """Start again with an empty cache of another size."""
         self._graph = self._prefetched_graph = None

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cache
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,7 @@ PLAN = Plan(warm_up=200, turns=4, settle=5, synchronized=25, blocks=3, block_ste
 SMALL_PLAN = Plan(warm_up=2, turns=2, settle=1, synchronized=2, blocks=1, block_steps=3)
 EAGER, PREFETCHED, CAPTURED = "flatbed", "flatbed, prefetched", "flatbed, captured"
 PREFETCHED_CAPTURED = "flatbed, prefetched, captured"
+MODEL_ALONE = "model alone"
 VARIANTS: dict[str, Callable[[FlatbedTable], Steps]] = {
     EAGER: lambda table: each(table.step),
     PREFETCHED: lambda table: table.prefetched(depth=2),
@@ -108,14 +110,13 @@ def run_disk(bench: Bench, options: Options) -> Iterator[Row]:
     """Measure a table on disk beside products."""
     spec = scaled(SPECS["disk"], options)
     model = Products(DISK_MS / (20 if options.is_small else 1), options.device)
-    model_ms = harness.time_alone(model, options.device)
     plan = SMALL_PLAN if options.is_small else replace(PLAN, synchronized=5, blocks=2)
     rows = default_rows("disk", spec, options)
     variants = (EAGER, PREFETCHED, SPARSE)
     with made_table(spec, "disk", options) as table:
         for row in bench.run(table, Setting("cache disk", "zipf 1.05", rows, variants, plan, model=model)):
-            row["setting"]["model_ms"] = model_ms
-            row["metrics"]["model_ratio"] = row["metrics"]["back_to_back_ms"]["p50"] / model_ms
+            metrics = row["metrics"]
+            metrics["model_ratio"] = metrics["back_to_back_ms"]["p50"] / metrics["model_alone_ms"]
             yield row
 
 
@@ -158,6 +159,8 @@ class Bench:
         table.model = setting.model
         counts: dict[str, list[Any]] = {name: [] for name in chosen if name != SPARSE}
         steps = {name: counted(VARIANTS[name](table), table, counts[name]) for name in counts}
+        if setting.model is not idle:
+            steps[MODEL_ALONE] = table.model_alone
         with ExitStack() as peers:
             if SPARSE in chosen:
                 peer = SparseTable(spec, self.device)
@@ -167,6 +170,7 @@ class Bench:
             found = time_in_turns(steps, source.draw, plan, options)
             held = spec.nbytes if SPARSE in chosen else 0
             kept = harness.allocated_bytes(self.device) - before - held
+        alone = found.pop(MODEL_ALONE, None)
         fresh = source.draw(1)[0]
         table.step(fresh)
         is_flushed = table.survives_flush(np.unique(fresh)[:1024])
@@ -179,6 +183,8 @@ class Bench:
                 hits, misses = sum(counts[name][1:])  # without warming up
                 metrics["hit_rate"] = hits / (hits + misses)
                 metrics["misses_per_step"] = misses / (plan.turns * plan.n_steps)
+            if alone is not None:
+                metrics["model_alone_ms"] = median(alone.back_to_back)
             where = {**(shared if name == SPARSE else own)}
             n, ok = len(readings.back_to_back), result.ok and (is_flushed or name == SPARSE)
             yield options.row(setting.name, name, where, metrics, n_samples=n, ok=ok)

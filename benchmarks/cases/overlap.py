@@ -12,9 +12,9 @@ Variants are eager, prefetched, and, except from disk, prefetched with the step 
 
 Append ids to a case, except `cold`, to choose them: `mlp:uniform`, `gemm:zipf 1.2`. Models compute forward
 and backward in bf16; only the table is updated. The bound ratio is the step against the larger of the model
-alone and the table alone: the GPU time of its eager step, most of which is the bus. A step from disk is
-compared with the model alone. A step from a cold file is compared with the larger of that and the time that
-16 threads take to read as many pages at random as the step waited for.
+alone, which takes turns with the steps, and the table alone: the GPU time of its eager step, most of which is
+the bus. A step from disk is compared with the model alone. A step from a cold file is compared with the
+larger of that and the time that 16 threads take to read as many pages at random as the step waited for.
 """
 
 from __future__ import annotations
@@ -174,7 +174,6 @@ def run(options: Options) -> Iterator[Row]:
         wanted = [(name, ids) for name, ids in asked if (name == "disk") == (storage == "disk")]
         wanted = [(name, ids) for name, ids in wanted if name != "cold"]
         models = {name: MODELS[name](spec, options) for name, _ in wanted}
-        alone = {name: time_model(model, spec, options) for name, model in models.items() if name != "none"}
         usual = ("zipf 1.05",) if storage == "disk" else tuple(DISTRIBUTIONS)
         has_graphs = options.on_gpu and storage != "disk"
         variants = (*VARIANTS, PREFETCHED_CAPTURED) if has_graphs else VARIANTS
@@ -190,31 +189,16 @@ def run(options: Options) -> Iterator[Row]:
                 for name in beside:
                     for row in bench.run(table, replace(setting, model=models[name])):
                         row["setting"]["model"] = "products" if name == "disk" else name
-                        yield with_bounds(row, alone.get(name), table_ms)
+                        yield with_bounds(row, table_alone_ms=table_ms)
 
 
-def with_bounds(row: Row, model_ms: float | None, table_ms: float | None, **others: float) -> Row:
-    """Add the times of model, table and others alone, and the ratio to the largest of them."""
-    bounds = {"model_alone_ms": model_ms, "table_alone_ms": table_ms, **others}
-    known = {name: value for name, value in bounds.items() if value is not None}
-    time = row["metrics"]["back_to_back_ms"]["p50"]
-    row["metrics"] |= {**known, "bound_ratio": time / max(known.values())}
+def with_bounds(row: Row, **alone: float | None) -> Row:
+    """Add the times of table and disk alone, and the ratio to the largest of them and of the model alone."""
+    metrics = row["metrics"]
+    metrics |= {name: value for name, value in alone.items() if value is not None}
+    bounds = [value for name, value in metrics.items() if name.endswith("_alone_ms")]
+    metrics["bound_ratio"] = metrics["back_to_back_ms"]["p50"] / max(bounds)
     return row
-
-
-def time_model(model: Beside, spec: TableSpec, options: Options) -> float:
-    """Measure a model alone, with rows that are always the same."""
-    rows = torch.zeros((spec.n_ids, spec.dim), device=options.device, requires_grad=True)
-
-    def call() -> None:
-        loss = model(rows)
-        if loss is not None:
-            loss.backward()  # type: ignore[no-untyped-call]
-            rows.grad = None
-
-    for _ in range(5):
-        call()
-    return harness.time_alone(call, options.device)
 
 
 def time_table(bench: Bench, table: FlatbedTable, setting: Setting) -> float:
@@ -231,7 +215,7 @@ def run_cold(bench: Bench, options: Options) -> Iterator[Row]:
     """Measure a table on disk whose file was not in memory; its cache on the GPU has the frequent rows."""
     spec = scaled(SPECS["disk"], options)
     model, cache_rows = products(spec, options), 8 * spec.n_ids if options.is_small else COLD_CACHE
-    model_ms = time_model(model, spec, options)
+    model_ms = harness.time_alone(partial(model, torch.empty(0)), options.device)
     n_fill, n_steps = (4, 2) if options.is_small else (COLD_FILL, COLD_STEPS)
     source = IdSource("zipf 1.05", spec.n_rows, spec.n_ids, device=options.device)
     with TemporaryDirectory(dir=options.folder) as folder:
@@ -260,7 +244,7 @@ def run_cold(bench: Bench, options: Options) -> Iterator[Row]:
             metrics |= {"disk_reads_per_step": n_reads, "random_reads_per_s": reads_per_s}
             ok = result.ok and is_cold
             row = options.row("overlap cold", name, setting, metrics, n_samples=len(times), ok=ok)
-            yield with_bounds(row, model_ms, None, disk_alone_ms=1e3 * n_reads / reads_per_s)
+            yield with_bounds(row, model_alone_ms=model_ms, disk_alone_ms=1e3 * n_reads / reads_per_s)
 
 
 def time_cold(steps: Iterator[object], n_steps: int, device: torch.device) -> tuple[list[float], float]:

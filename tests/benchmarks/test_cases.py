@@ -91,7 +91,8 @@ def test_broken_variants_are_found(optimizer: str, broken: Any, monkeypatch: pyt
 def test_bounds_are_computed() -> None:
     """The bytes of a step per element, and the larger of the times of a model and a table alone."""
     assert [p.bytes_per_element for p in roofline.PRECISIONS.values()] == [32, 30]
-    row = overlap.with_bounds({"metrics": {"back_to_back_ms": {"p50": 6.0}}}, 2.0, 3.0)
+    metrics = {"back_to_back_ms": {"p50": 6.0}, "model_alone_ms": 2.0}
+    row = overlap.with_bounds({"metrics": metrics}, table_alone_ms=3.0)
     assert row["metrics"]["bound_ratio"] == 2.0
 
 
