@@ -17,7 +17,7 @@ from flatbed.cuda.streams import stream_for
 from flatbed.data.batches import as_tensor
 from flatbed.errors import FlatbedError
 from flatbed.tables.config import device_of
-from flatbed.tables.ids import NO_ERROR, DeferredIdChecks, checks_in_capture
+from flatbed.tables.ids import NO_ERROR, DeferredIdChecks
 from flatbed.tables.lookup import CapturedLookup, are_prefetched, load_captured, lookups_in_capture
 from flatbed.tables.table import Table
 
@@ -163,26 +163,25 @@ class CapturedStep:
         hook = register_optimizer_step_pre_hook(lambda optimizer, *_: self._optimizers.append(optimizer))
         try:
             with (
-                checks_in_capture() as self._checks,
                 lookups_in_capture(self._inputs, leaves, uses_prefetched=prefetches) as lookups,
                 torch.cuda.graph(graph, stream=stream_for(self._device, "captures")),
             ):
                 outputs = self._train_step(tree_unflatten(self._inputs, self._structure))
-                for i, check in enumerate(self._checks[:MAX_TABLES]):
+                for i, check in enumerate(lookups.checks[:MAX_TABLES]):
                     assert check.graph_error is not None
                     positions[i : i + 1].copy_(check.graph_error, non_blocking=True)
         except (RuntimeError, FlatbedError) as error:
             raise FlatbedError(f"train_step cannot be captured in a CUDA graph: {error}") from error
         finally:
             hook.remove()
-        if len(self._checks) > MAX_TABLES:
+        if len(lookups.checks) > MAX_TABLES:
             raise FlatbedError(
-                f"a captured step looks up {MAX_TABLES} tables at most; found {len(self._checks)}"
+                f"a captured step looks up {MAX_TABLES} tables at most; found {len(lookups.checks)}"
             )
         # Without the autograd graph, whose nodes would tie later captures to this stream.
         self._outputs = tree_map_only(Tensor, Tensor.detach, outputs)
         self._graph, self._hyperparameters = graph, _hyperparameters(self._optimizers)
-        self._lookups = lookups.lookups
+        self._lookups, self._checks = lookups.lookups, lookups.checks
         self._positions = positions[: len(self._checks)]
         self._replayed = deque([torch.cuda.Event(), torch.cuda.Event()])  # type: ignore[no-untyped-call,unused-ignore]
 

@@ -288,20 +288,23 @@ def test_lookups_that_stay_in_the_graph(kernel_device: str) -> None:
     emb = flatbed.Embedding(ROWS, DIM, device=kernel_device, cache_rows=6 * N_IDS, shard=None)
     flatbed.optim.SGD(emb, lr=0.1)
     static = torch.zeros(N_IDS, dtype=torch.int64, device=kernel_device)
+
+    def looked_up(found: lookup.LookupCapture, ids: Any) -> Any:
+        return found.lookup(emb.table, ids, found.position_of(ids))
+
     for ids in flatbed.Prefetcher(drawn(2), {emb: lambda ids: ids}, depth=DEPTH):
         with lookups_in_capture([static], [ids]) as found:
             for other in (static[1:], static.clone(), static.int(), [1, 2]):
-                assert lookup._captured_lookup(emb.table, other) is None
-            twice = [lookup._captured_lookup(emb.table, static.view(shape)) for shape in ((2, 2, 16), (64,))]
+                assert looked_up(found, other) is None
+            twice = [looked_up(found, static.view(shape)) for shape in ((2, 2, 16), (64,))]
             assert [one is not None and tuple(one.shape) for one in twice] == [(2, 2, 16), (64,)]
             static.add_(0)
-            assert lookup._captured_lookup(emb.table, static) is None, "the step may have changed its ids"
+            assert looked_up(found, static) is None, "the step may have changed its ids"
         assert len(found.lookups) == 1
-        with lookups_in_capture([static], [ids.clone()]):
-            assert lookup._captured_lookup(emb.table, static) is None
-        with lookups_in_capture([static], [ids], uses_prefetched=False):
-            assert lookup._captured_lookup(emb.table, static) is None
-    assert lookup._captured_lookup(emb.table, static) is None
+        with lookups_in_capture([static], [ids.clone()]) as found:
+            assert looked_up(found, static) is None
+        with lookups_in_capture([static], [ids], uses_prefetched=False) as found:
+            assert looked_up(found, static) is None
 
 
 @pytest.mark.parametrize("is_other", [False, True])

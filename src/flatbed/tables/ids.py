@@ -5,8 +5,6 @@ Ids on the host are checked at once. Kernels check ids on a GPU while they read 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,20 +120,6 @@ def to_device(ids: Tensor, device: torch.device, dtype: torch.dtype = torch.int6
 
 NO_ERROR = (1 << 63) - 1
 
-_captured: list[DeferredIdChecks] | None = None
-
-
-@contextmanager
-def checks_in_capture() -> Iterator[list[DeferredIdChecks]]:
-    """Collect the checks of all tables that are looked up while a CUDA graph is captured in the body."""
-    global _captured
-    found: list[DeferredIdChecks] = []
-    _captured = found
-    try:
-        yield found
-    finally:
-        _captured = None
-
 
 def new_first_error(device: torch.device) -> Tensor:
     """Return a tensor of one number, where kernels record the position of the first bad id."""
@@ -193,8 +177,6 @@ class DeferredIdChecks:
         if self.graph_error is None:
             raise FlatbedError("take a training step with this table before the capture of a CUDA graph")
         self._in_graphs = True
-        if _captured is not None and self not in _captured:
-            _captured.append(self)
         return self.graph_error
 
     def check_graphs(self) -> None:

@@ -16,7 +16,7 @@ from flatbed.errors import FlatbedError
 from flatbed.kernels import NONE, UniqueRows, check_values_exist, sentinel_of, use_triton
 from flatbed.kernels.rows import key_dtype, mask_row, segment_sum, to_int32_keys, unique
 from flatbed.tables.cache.base import LookupBatch
-from flatbed.tables.ids import NO_ERROR, as_ids, check_range, new_first_error, to_device
+from flatbed.tables.ids import NO_ERROR, DeferredIdChecks, as_ids, check_range, new_first_error, to_device
 from flatbed.tables.row_io import LOOKUP, ShardedRowIO
 from flatbed.tables.table import Table
 
@@ -35,11 +35,14 @@ def prepare_lookup(
     check_values_exist("a lookup")
     store, checks = table._store, table._deferred_checks
     n_rows, device, lead = store.config.n_rows, store.device, store.config.padding_idx if for_bag else None
-    capturing = is_capturing(device)
-    if _capture is not None:
-        may_be_prefetched = records_grad and lead is None
-        _capture.note(table, ids if may_be_prefetched else None)
-        captured = _captured_lookup(table, ids) if capturing and may_be_prefetched else None
+    capturing, capture, leaf = is_capturing(device), _capture, ids
+    if capture is not None:
+        position = capture.position_of(ids)
+        leaf = ids if position is None else capture.leaves[position]
+        if not records_grad or lead is not None:
+            position = None
+        capture.noted.append((table, position))
+        captured = capture.lookup(table, ids, position) if capturing else None
         if captured is not None:
             return captured
     if records_grad and device.type == "cuda" and checks.graph_error is None and not capturing:
@@ -47,7 +50,7 @@ def prepare_lookup(
     if table._prefetched and not capturing and isinstance(ids, Tensor):
         if for_bag and table._shards is None:  # otherwise all ranks are told
             _check_bags(ids)
-        batch = _find_prefetched(table, _leaf_of(ids), lead=lead, records_grad=records_grad)
+        batch = _find_prefetched(table, leaf, lead=lead, records_grad=records_grad)
         if batch is not None:
             return batch if batch.shape == ids.shape else replace(batch, shape=ids.shape)
     if isinstance(table._row_io, ShardedRowIO):
@@ -59,6 +62,8 @@ def prepare_lookup(
     if capturing:
         _check_capture(table, given)
         keys, first_error = _keys(given, n_rows, device), checks.first_error_of_graphs()
+        if capture is not None and checks not in capture.checks:
+            capture.checks.append(checks)
     elif given.device.type == "cpu":
         check_range(given, n_rows)
         keys, first_error = _keys(given, n_rows, device, in_range=True), None
@@ -215,17 +220,38 @@ class LookupCapture:
     lookups: list[CapturedLookup] = field(default_factory=list)
     noted: list[tuple[Table, int | None]] = field(default_factory=list)
     """All lookups: the table, and which input the ids are; None for others, which cannot be prefetched."""
+    checks: list[DeferredIdChecks] = field(default_factory=list)
+    """Of the tables whose ids kernels of the graph check."""
 
-    def note(self, table: Table, ids: Any) -> None:
-        """Note a lookup; ids that cannot be prefetched are None."""
-        self.noted.append((table, self.position_of(ids) if isinstance(ids, Tensor) else None))
-
-    def position_of(self, ids: Tensor) -> int | None:
+    def position_of(self, ids: Any) -> int | None:
         """Return which input these ids are, as a whole and unchanged."""
         for position, (own, version) in enumerate(zip(self.inputs, self.versions, strict=True)):
-            if _is_same_memory(ids, own):
+            if isinstance(ids, Tensor) and _is_same_memory(ids, own):
                 return position if version_of(own) == version else None
         return None
+
+    def lookup(self, table: Table, ids: Tensor, position: int | None) -> LookupBatch | None:
+        """Return the batch of a lookup whose rows are admitted before each replay; None for other lookups.
+
+        The ids are the input at `position`, and the leaf that it stands for was prefetched.
+        """
+        if position is None or not self.uses_prefetched:
+            return None
+        for lookup in self.lookups:
+            if lookup.table is table and lookup.position == position:  # looked up twice
+                return replace(lookup.batch, shape=ids.shape)
+        found, store = _prefetched_batch(table, self.leaves[position]), table._store
+        if found is None:
+            return None
+        from flatbed.kernels._triton.rows import empty_results
+
+        keys = _keys(as_ids(ids), store.config.n_rows, store.device)
+        unique_rows = empty_results(keys.numel(), store.device)
+        batch = LookupBatch(ids.shape, keys, unique_rows, found.cache, found.admission)
+        self.lookups.append(CapturedLookup(table, position, batch))
+        assert found.cache is not None
+        found.cache.in_graphs = True
+        return batch
 
 
 _capture: LookupCapture | None = None
@@ -242,39 +268,6 @@ def lookups_in_capture(
         yield _capture
     finally:
         _capture = None
-
-
-def _leaf_of(ids: Tensor) -> Tensor:
-    """Return the leaf that an input of a graph stands for; other ids as they are."""
-    position = None if _capture is None else _capture.position_of(ids)
-    return ids if _capture is None or position is None else _capture.leaves[position]
-
-
-def _captured_lookup(table: Table, ids: Any) -> LookupBatch | None:
-    """Return the batch of a lookup whose rows are admitted before each replay; None for other lookups.
-
-    The ids are an input of the graph, and the leaf that it stands for was prefetched.
-    """
-    if _capture is None or not _capture.uses_prefetched or not isinstance(ids, Tensor):
-        return None
-    position = _capture.position_of(ids)
-    if position is None:
-        return None
-    for lookup in _capture.lookups:
-        if lookup.table is table and lookup.position == position:  # looked up twice
-            return replace(lookup.batch, shape=ids.shape)
-    found, store = _prefetched_batch(table, _capture.leaves[position]), table._store
-    if found is None:
-        return None
-    from flatbed.kernels._triton.rows import empty_results
-
-    keys = _keys(as_ids(ids), store.config.n_rows, store.device)
-    unique_rows = empty_results(keys.numel(), store.device)
-    batch = LookupBatch(ids.shape, keys, unique_rows, found.cache, found.admission)
-    _capture.lookups.append(CapturedLookup(table, position, batch))
-    assert found.cache is not None
-    found.cache.in_graphs = True
-    return batch
 
 
 def _prefetched_batch(table: Table, leaf: Tensor) -> LookupBatch | None:
