@@ -1,7 +1,7 @@
 """Run benchmarks and show stored rows.
 
 python -m benchmarks step gpt-like resnet-like:sgd --json rows.json --png rows.png
-python -m benchmarks cache disk --variant flatbed --variant "flatbed, prefetched"
+python -m benchmarks cache step --variant flatbed --variant "flatbed, prefetched"
 python -m benchmarks show rows.json
 python -m benchmarks fill --check
 """
@@ -39,7 +39,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         command.add_argument("--variant", action="append", default=[], help="measure only these; repeatable")
         command.add_argument("--device", choices=("cpu", "cuda"), default=None)
         command.add_argument("--quick", action="store_true", help="tiny sizes; the default on a CPU")
-        command.add_argument("--steps", type=int, help="timed steps, samples or seeds per variant")
+        command.add_argument("--steps", type=int, help="timed steps, turns, samples or seeds per variant")
         command.add_argument("--folder", type=Path, help="where files of tables on disk are made")
         command.add_argument("--json", type=Path, help="store the rows; written after every row")
         command.add_argument("--append", action="store_true", help="keep the rows that are in the file")

@@ -178,8 +178,8 @@ class FlatbedTable(TrainedTable):
     def model_alone(self, batches: Sequence[Ids]) -> Iterator[object]:
         """Run the model, forward and backward, on the rows of the first batch.
 
-        In turns with the steps, and on their rows: the clock of a GPU depends on its load, and on the numbers
-        that it multiplies.
+        It takes turns with the steps, and gets rows of the table, because the clock of a GPU depends on its
+        load, and on the numbers that it multiplies.
         """
         rows = self.read(batches[0]).to(self._device).requires_grad_()
         for _ in batches:

@@ -133,7 +133,7 @@ def test_another_shape_runs_the_function_and_warns_once() -> None:
     step = flatbed.capture(sgd_step(model), batches("cuda")[0])
     eager = sgd_step(reference)
     data = [*batches("cuda", 6), *batches("cuda", 2, size=7), *batches("cuda", 2)]
-    with pytest.warns(UserWarning, match="other shapes") as caught:
+    with pytest.warns(UserWarning, match="the example batch") as caught:
         losses = [float(step(batch)) for batch in data]
     assert len(caught) == 1
     assert losses == [float(eager(batch)) for batch in data]
@@ -220,16 +220,17 @@ def test_batches_are_checked_in_the_same_way_on_every_device(device: str) -> Non
         seen.append(batch["ids"])
         return {"sum": (batch["ids"] * torch.ones(3, device=device, requires_grad=True)).sum(), "name": "a"}
 
-    run = flatbed.capture(step, {"ids": np.arange(3)}, device=device)
+    run = flatbed.capture(step, device=device)  # the first batch is the example
     for ids in (np.arange(3)[::-1], torch.arange(3), np.arange(3)):
         found = run({"ids": ids})
         assert (float(found["sum"]), found["sum"].requires_grad, found["name"]) == (3.0, False, "a")
     assert {(type(ids), ids.device.type) for ids in seen} == {(Tensor, device)}
-    with pytest.warns(UserWarning, match="other shapes") as caught:
+    named = r"batch\['ids'\] is torch.int32 of shape \(3,\), and that of the example batch is torch.int64"
+    with pytest.warns(UserWarning, match=named) as caught:
         list(map(run, [{"ids": torch.arange(3).int()}, {"ids": torch.arange(6).view(2, 3)}]))
     assert len(caught) == 1
     assert ("CUDA graph" in str(caught[0].message)) == (device == "cuda")
-    with pytest.raises(TypeError, match="found int"):
+    with pytest.raises(TypeError, match=r"found int in batch\['ids'\]"):
         run({"ids": 3})
     with pytest.raises(TypeError, match="found an array of object"):
         run({"ids": np.array([None])})

@@ -1,8 +1,7 @@
-"""Training steps of a table with a cache on the GPU: distributions, cache sizes, and a table on disk.
+"""Training steps of a table with a cache on the GPU, by distribution and by size of the cache.
 
 - step: a table on the host, eager, prefetched and captured, for uniform and skewed ids.
 - sizes: caches of several sizes.
-- disk: a table on disk beside matrix products of about 6 ms.
 
 The baseline is `torch sparse`: the whole table on the GPU.
 """
@@ -11,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from statistics import median
 from typing import Any
@@ -20,7 +19,7 @@ import numpy as np
 from torch import Tensor
 
 from benchmarks import harness
-from benchmarks.harness import Options, Plan, Products, Steps, each, time_in_turns
+from benchmarks.harness import Options, Plan, Steps, each, time_in_turns
 from benchmarks.rows import Row
 from benchmarks.trained_tables import (
     DISTRIBUTIONS,
@@ -37,12 +36,10 @@ from benchmarks.trained_tables import (
     scaled,
 )
 
-CASES = ("step", "sizes", "disk")
+CASES = ("step", "sizes")
 SPECS = {"host": TableSpec(20_000_000, 128, 65_536), "disk": TableSpec(4_000_000, 128, 65_536)}
 CACHE_ROWS = {"host": 2_000_000, "disk": 1_000_000}
 SIZES = (131_072, 524_288, 2_097_152, 4_194_304)
-DISK_MS = 6.0
-"""Time of the products beside a table on disk."""
 PLAN = Plan(warm_up=200, turns=4, settle=5, synchronized=25, blocks=3, block_steps=20)
 SMALL_PLAN = Plan(warm_up=2, turns=2, settle=1, synchronized=2, blocks=1, block_steps=3)
 EAGER, PREFETCHED, CAPTURED = "flatbed", "flatbed, prefetched", "flatbed, captured"
@@ -102,22 +99,6 @@ def run(options: Options) -> Iterator[Row]:
         with made_table(spec, "host", options) as table:
             for setting in wanted:
                 yield from bench.run(table, setting)
-    if options.wants("disk"):
-        yield from run_disk(bench, options)
-
-
-def run_disk(bench: Bench, options: Options) -> Iterator[Row]:
-    """Measure a table on disk beside products."""
-    spec = scaled(SPECS["disk"], options)
-    model = Products(DISK_MS / (20 if options.is_small else 1), options.device)
-    plan = SMALL_PLAN if options.is_small else replace(PLAN, synchronized=5, blocks=2)
-    rows = default_rows("disk", spec, options)
-    variants = (EAGER, PREFETCHED, SPARSE)
-    with made_table(spec, "disk", options) as table:
-        for row in bench.run(table, Setting("cache disk", "zipf 1.05", rows, variants, plan, model=model)):
-            metrics = row["metrics"]
-            metrics["model_ratio"] = metrics["back_to_back_ms"]["p50"] / metrics["model_alone_ms"]
-            yield row
 
 
 def counted(steps: Steps, table: FlatbedTable, counts: list[Any]) -> Steps:
@@ -170,7 +151,7 @@ class Bench:
             found = time_in_turns(steps, source.draw, plan, options)
             held = spec.nbytes if SPARSE in chosen else 0
             kept = harness.allocated_bytes(self.device) - before - held
-        alone = found.pop(MODEL_ALONE, None)
+        alone = None if setting.model is idle else found.pop(MODEL_ALONE)
         fresh = source.draw(1)[0]
         table.step(fresh)
         is_flushed = table.survives_flush(np.unique(fresh)[:1024])

@@ -8,13 +8,17 @@
 - disk: a table on disk, whose file is in the page cache, beside products of 5 ms.
 - cold: a table on disk that is opened with no page of its file in memory, and a smaller cache on the GPU.
 
-Variants are eager, prefetched, and, except from disk, prefetched with the step as a CUDA graph.
+Variants are eager, prefetched, and prefetched with the step as a CUDA graph. A table on disk has
+no graph; its third variant is torch sparse, with all rows on the GPU.
 
-Append ids to a case, except `cold`, to choose them: `mlp:uniform`, `gemm:zipf 1.2`. Models compute forward
-and backward in bf16; only the table is updated. The bound ratio is the step against the larger of the model
-alone, which takes turns with the steps, and the table alone: the GPU time of its eager step, most of which is
-the bus. A step from disk is compared with the model alone. A step from a cold file is compared with the
-larger of that and the time that 16 threads take to read as many pages at random as the step waited for.
+Append ids to a case, except `cold`, to choose them: `mlp:uniform`, `gemm:zipf 1.2`. `--steps` is the number
+of turns.
+
+Models compute forward and backward in bf16; only the table is updated. The bound ratio is the step against
+the larger of two times. The model alone is eager, and takes turns with the steps (in `cold` it is measured
+before them). The table alone is the fastest of its steps without a model; with uniform ids, that is the time
+of the bus. A step from disk is compared with the model alone; a step from a cold file with the larger of that
+and the time that 16 threads take to read as many pages at random as the step waited for.
 """
 
 from __future__ import annotations
@@ -26,7 +30,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from statistics import median
 from tempfile import TemporaryDirectory
 from time import perf_counter
 
@@ -52,6 +55,7 @@ from benchmarks.models import attention_blocks
 from benchmarks.rows import Row, percentiles
 from benchmarks.trained_tables import (
     DISTRIBUTIONS,
+    SPARSE,
     Beside,
     FlatbedTable,
     IdSource,
@@ -175,21 +179,29 @@ def run(options: Options) -> Iterator[Row]:
         wanted = [(name, ids) for name, ids in wanted if name != "cold"]
         models = {name: MODELS[name](spec, options) for name, _ in wanted}
         usual = ("zipf 1.05",) if storage == "disk" else tuple(DISTRIBUTIONS)
-        has_graphs = options.on_gpu and storage != "disk"
-        variants = (*VARIANTS, PREFETCHED_CAPTURED) if has_graphs else VARIANTS
+        graphs = (PREFETCHED_CAPTURED,) if options.on_gpu else ()
+        variants = (*VARIANTS, SPARSE) if storage == "disk" else (*VARIANTS, *graphs)
         if not wanted:
             continue
         with made_table(spec, storage, options) as table:
             for ids in DISTRIBUTIONS:
                 beside = [name for name, own in wanted if (own == ids if own else ids in usual)]
                 plan = SMALL_PLAN if options.is_small else PLAN
+                plan = replace(plan, turns=options.steps or plan.turns)
                 rows, fill = default_rows(storage, spec, options), 10 if options.is_small else FILL_STEPS
                 setting = Setting("overlap step", ids, rows, variants, plan, fill)
-                table_ms = time_table(bench, table, setting) if beside and storage != "disk" else None
-                for name in beside:
-                    for row in bench.run(table, replace(setting, model=models[name])):
-                        row["setting"]["model"] = "products" if name == "disk" else name
+                table_ms = None
+                if beside and storage == "host":
+                    alone = [*bench.run(table, setting)]
+                    table_ms = min(row["metrics"]["back_to_back_ms"]["p50"] for row in alone)
+                    for row in alone if "none" in beside else ():
+                        row["setting"]["model"] = "none"
                         yield with_bounds(row, table_alone_ms=table_ms)
+                for name in beside:
+                    if name != "none":
+                        for row in bench.run(table, replace(setting, model=models[name])):
+                            row["setting"]["model"] = "products" if name == "disk" else name
+                            yield with_bounds(row, table_alone_ms=table_ms)
 
 
 def with_bounds(row: Row, **alone: float | None) -> Row:
@@ -199,13 +211,6 @@ def with_bounds(row: Row, **alone: float | None) -> Row:
     bounds = [value for name, value in metrics.items() if name.endswith("_alone_ms")]
     metrics["bound_ratio"] = metrics["back_to_back_ms"]["p50"] / max(bounds)
     return row
-
-
-def time_table(bench: Bench, table: FlatbedTable, setting: Setting) -> float:
-    """Measure the GPU time of the table's eager step alone; on a CPU, its time."""
-    source, device = bench.fill(table, setting), bench.device
-    batches = [torch.from_numpy(ids).to(device) for ids in source.draw(20)]
-    return median(harness.gpu_ms(partial(table.step, ids), device, host_ms=5.0) for ids in batches)
 
 
 # ---- a file that is not in the page cache

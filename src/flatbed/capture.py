@@ -11,14 +11,20 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import (
+    keystr,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_map_only,
+    tree_unflatten,
+)
 
 from flatbed.cuda.streams import stream_for
 from flatbed.data.batches import as_tensor
 from flatbed.errors import FlatbedError
 from flatbed.tables.config import device_of
 from flatbed.tables.ids import NO_ERROR, DeferredIdChecks
-from flatbed.tables.lookup import CapturedLookup, are_prefetched, load_captured, lookups_in_capture
+from flatbed.tables.lookup import CapturedLookup, load_captured, lookups_in_capture, not_prefetched
 from flatbed.tables.table import Table
 
 WARM_UP = 3
@@ -29,7 +35,7 @@ MAX_TABLES = 1024
 
 
 def capture(
-    train_step: Callable[[Any], Any], example_batch: Any, *, device: Any = None
+    train_step: Callable[[Any], Any], example_batch: Any = None, *, device: Any = None
 ) -> Callable[[Any], Any]:
     """Return a function that runs `train_step` as one CUDA graph, with the same results.
 
@@ -38,17 +44,18 @@ def capture(
       values of GPU tensors (`.item()`, `print`), and it runs on one stream. Python code in it runs during
       the first calls only: call learning rate schedulers outside of it.
     - `example_batch`: a batch (nested dicts, lists and tuples of tensors or arrays) with the shapes and
-      dtypes of all batches. Its values are not used.
-    - `device`: the GPU of the training step, by default the device of the tensors in `example_batch`.
+      dtypes of all batches, by default the first one. Its values are not used.
+    - `device`: the GPU of the training step, by default the device of the tensors in the example.
 
     Every call is one training step. The first three run as they are, the fourth is captured, and later ones
-    copy the batch into the graph's inputs and replay it. A batch of another shape runs `train_step` itself,
-    and a change of hyperparameters (a scheduler that sets a float) captures again: both warn once. A learning
-    rate that is a tensor on the GPU, `lr=torch.tensor(1e-3, device="cuda")`, may change without that. Ids out
-    of range raise IndexError in the next call at the latest. The GPU reads a batch in pinned memory after the
-    call has returned: do not write to it again. Rows of batches of a `Prefetcher` are prefetched for captured
-    steps, too, if they look up ids of the batch as they are, and no others. On a CPU there is no graph: every
-    call checks the batch in the same way and runs `train_step`.
+    copy the batch into the graph's inputs and replay it. The tensors that a call returns are its own: later
+    calls do not change them. A batch of another shape runs `train_step` itself, and a change of
+    hyperparameters (a scheduler that sets a float) captures again: both warn once. A learning rate that is a
+    tensor on the GPU, `lr=torch.tensor(1e-3, device="cuda")`, may change without that. Ids out of range raise
+    IndexError in the next call at the latest. The GPU reads a batch in pinned memory after the call has
+    returned: do not write to it again. Rows of batches of a `Prefetcher` are prefetched for captured steps,
+    too, if all lookups in tables with a cache are of ids of the batch as they are; otherwise a warning names
+    a table. On a CPU there is no graph: every call checks the batch in the same way and runs `train_step`.
 
     >>> import flatbed, torch
     >>> emb = flatbed.Embedding(1000, 8)
@@ -60,33 +67,26 @@ def capture(
     ...     optimizer.zero_grad()
     ...     return loss
     >>> batches = torch.randint(1000, (5, 64))
-    >>> step = flatbed.capture(train_step, batches[0])
+    >>> step = flatbed.capture(train_step)
     >>> losses = [step(batch) for batch in batches]
     """
-    leaves, _ = tree_flatten(example_batch)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor | np.ndarray)]
-    if not tensors:
-        raise ValueError(f"example_batch has no tensor; found {type(example_batch).__name__}")
-    if device is None:
-        found = {leaf.device for leaf in tensors if isinstance(leaf, Tensor) and leaf.is_cuda}
-        if len(found) > 1:
-            raise ValueError(f"example_batch is on several GPUs: {', '.join(sorted(map(str, found)))}")
-        device = next(iter(found), torch.device("cpu"))
-    device = device_of(device)
-    return CapturedStep(train_step, example_batch, device)
+    step = CapturedStep(train_step, None if device is None else device_of(device))
+    if example_batch is not None:
+        step.begin(example_batch)
+    return step
 
 
 class CapturedStep:
     """A training step that replays a CUDA graph. `capture` makes it."""
 
-    def __init__(self, train_step: Callable[[Any], Any], example_batch: Any, device: torch.device) -> None:
-        self._train_step, self._device = train_step, device
-        leaves, self._structure = tree_flatten(example_batch)
-        tensors = [_tensor(leaf) for leaf in leaves]
-        self._kinds = [(tensor.shape, tensor.dtype) for tensor in tensors]
-        self._inputs = [
-            torch.empty_like(tensor, device=device) for tensor in tensors if device.type == "cuda"
-        ]
+    def __init__(self, train_step: Callable[[Any], Any], device: torch.device | None) -> None:
+        self._train_step = train_step
+        self._wanted_device, self._device = device, torch.device("cpu")
+        self._names: list[str] = []
+        """Of the leaves of the example."""
+        self._structure: Any = None
+        self._kinds: list[tuple[torch.Size, torch.dtype]] = []
+        self._inputs: list[Tensor] = []
         self._n_calls = 0
         self._graph: torch.cuda.CUDAGraph | None = None
         self._outputs: Any = None
@@ -103,13 +103,32 @@ class CapturedStep:
         """After the call before the last one, and after the last one."""
         self._warned: set[str] = set()
 
+    def begin(self, example_batch: Any) -> None:
+        """Take the structure, shapes and device of all batches from an example."""
+        found, structure = tree_flatten_with_path(example_batch)
+        self._names = [f"batch{keystr(path)}" for path, _ in found]
+        tensors = [_tensor(leaf, name) for name, (_, leaf) in zip(self._names, found, strict=True)]
+        if not tensors:
+            raise ValueError(f"a batch has no tensor; found {type(example_batch).__name__}")
+        devices = {tensor.device for tensor in tensors if tensor.is_cuda}
+        if self._wanted_device is None and len(devices) > 1:
+            raise ValueError(f"a batch is on several GPUs: {', '.join(sorted(map(str, devices)))}")
+        self._device = device = self._wanted_device or next(iter(devices), torch.device("cpu"))
+        if device.type == "cuda":
+            self._inputs = [torch.empty_like(tensor, device=device) for tensor in tensors]
+        self._kinds = [(tensor.shape, tensor.dtype) for tensor in tensors]
+        self._structure = structure  # last: the example fits
+
     def __call__(self, batch: Any) -> Any:
+        if self._structure is None:
+            self.begin(batch)
         leaves, structure = tree_flatten(batch)
-        leaves = [_tensor(leaf) for leaf in leaves]
-        is_known = structure == self._structure and self._kinds == [(x.shape, x.dtype) for x in leaves]
+        names = self._names if len(leaves) == len(self._names) else ["batch"] * len(leaves)
+        leaves = [*map(_tensor, leaves, names)]
+        kinds = [(leaf.shape, leaf.dtype) for leaf in leaves]
+        is_known = structure == self._structure and self._kinds == kinds
         if not is_known:
-            effect = "" if self._device.type == "cpu" else ": it runs without a CUDA graph"
-            self._warn_once(f"a batch has other shapes or dtypes than the example batch{effect}")
+            self._warn_once("batch", self._describe(kinds, structure))
         if not is_known or self._device.type == "cpu":
             moved = [leaf.to(self._device, non_blocking=True) for leaf in leaves]
             return tree_map_only(Tensor, Tensor.detach, self._train_step(tree_unflatten(moved, structure)))
@@ -120,8 +139,9 @@ class CapturedStep:
             return self._run_in_side_stream(leaves)
         if self._graph is not None and self._hyperparameters != _hyperparameters(self._optimizers):
             self._warn_once(
+                "hyperparameters",
                 "hyperparameters of an optimizer have changed: the training step is captured again. Give a "
-                "learning rate that a scheduler changes as a tensor on the GPU"
+                "learning rate that a scheduler changes as a tensor on the GPU",
             )
             self._graph = None
         if self._graph is None:
@@ -157,13 +177,19 @@ class CapturedStep:
 
     def _capture(self, leaves: list[Tensor]) -> None:
         graph, self._graph = torch.cuda.CUDAGraph(), None
-        prefetches = are_prefetched(self._noted, leaves)
+        others = not_prefetched(self._noted, leaves)
+        if others and any(table._prefetched for table, _ in self._noted):
+            self._warn_once(
+                "rows",
+                f"the training step looks up ids in {others[0]!r} that are not a prefetched tensor of its "
+                "batch as it is: the CUDA graph admits the rows of all tables, and no more are prefetched",
+            )
         self._optimizers = []
         positions = torch.full((MAX_TABLES,), NO_ERROR, dtype=torch.int64, device="cpu", pin_memory=True)
         hook = register_optimizer_step_pre_hook(lambda optimizer, *_: self._optimizers.append(optimizer))
         try:
             with (
-                lookups_in_capture(self._inputs, leaves, uses_prefetched=prefetches) as lookups,
+                lookups_in_capture(self._inputs, leaves, uses_prefetched=not others) as lookups,
                 torch.cuda.graph(graph, stream=stream_for(self._device, "captures")),
             ):
                 outputs = self._train_step(tree_unflatten(self._inputs, self._structure))
@@ -185,18 +211,33 @@ class CapturedStep:
         self._positions = positions[: len(self._checks)]
         self._replayed = deque([torch.cuda.Event(), torch.cuda.Event()])  # type: ignore[no-untyped-call,unused-ignore]
 
-    def _warn_once(self, message: str) -> None:
-        if message not in self._warned:
-            self._warned.add(message)
+    def _describe(self, kinds: list[tuple[torch.Size, torch.dtype]], structure: Any) -> str:
+        """Say how a batch differs from the example."""
+        found, remedy = "a batch has other keys, or another nesting, than the example batch", ""
+        if structure == self._structure:
+            both = zip(self._names, kinds, self._kinds, strict=True)
+            name, new, old = next(one for one in both if one[1] != one[2])
+            found = f"{name} is {new[1]} of shape {tuple(new[0])}"
+            found += f", and that of the example batch is {old[1]} of shape {tuple(old[0])}"
+            remedy = ". DataLoader(drop_last=True) leaves out a short last batch" if new[1] == old[1] else ""
+        effect = "" if self._device.type == "cpu" else ": the batch runs without a CUDA graph"
+        return f"{found}{effect}{remedy}"
+
+    def _warn_once(self, about: str, message: str) -> None:
+        if about not in self._warned:
+            self._warned.add(about)
             warnings.warn(message, stacklevel=3)
 
 
-def _tensor(leaf: Any) -> Tensor:
+def _tensor(leaf: Any, name: str) -> Tensor:
     found = as_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf
     if isinstance(found, Tensor):
         return found
     what = f"an array of {leaf.dtype}" if isinstance(leaf, np.ndarray) else type(leaf).__name__
-    raise TypeError(f"a captured step takes batches of tensors and arrays of numbers; found {what}")
+    raise TypeError(
+        f"a captured step takes batches of tensors and arrays of numbers; found {what} in {name}: pass a "
+        "batch without it"
+    )
 
 
 def _hyperparameters(optimizers: list[torch.optim.Optimizer]) -> list[Any]:

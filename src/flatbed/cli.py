@@ -30,7 +30,7 @@ def check(
         typer.Option("--forget", help="Take the rows of a damaged table on disk as they are."),
     ] = False,
 ) -> None:
-    """Read a checkpoint or the file of a table, and say whether it is damaged. Changes nothing else."""
+    """Read a checkpoint, or the file of a table, and say if it is damaged. Only --forget changes a file."""
     from flatbed.checkpoint.load_table import check_path
     from flatbed.errors import FlatbedError
 

@@ -20,6 +20,7 @@ from flatbed.data import Prefetcher
 from flatbed.tables.cache import write_behind
 from flatbed.tables.cache.base import CacheStats
 from flatbed.tables.prefetch import RowPrefetch
+from flatbed.tables.storage.disk.checked_records import device_row_sums
 from tests.tables.tables import ALL_CASES, BY_NAME, DEVICES, Twins, assert_equal, everything, storage_options
 
 N_ROWS = 40
@@ -269,6 +270,25 @@ def test_other_threads_read_and_write(
             twins.cached.table.checkpoint()
     assert twins.cached.table.cache_stats().evictions > 0
     twins.check()
+
+
+def test_checksums_that_a_device_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They go with the records through cache and journal to the file, and are compared when it is read."""
+    n_sums = []
+
+    def row_sums(_: Any, records: Tensor) -> Tensor:
+        n_sums.append(len(records))
+        return device_row_sums(records)
+
+    monkeypatch.setattr(write_behind.WriteBehind, "row_sums", row_sums)
+    twins = Twins("disk", tmp_path, n_slots=4).train()
+    expected = everything(twins.cached)[0]
+    twins.cached.table.checkpoint()
+    twins.cached.table.close()
+    assert sum(n_sums) > 0
+    again = flatbed.Embedding.from_table(flatbed.load_table(tmp_path / "cached.bed"))
+    assert torch.equal(everything(again)[0], expected)
+    again.table.close()
 
 
 def test_discarded_rows_are_dropped_from_the_cache(tmp_path: Path) -> None:

@@ -14,9 +14,9 @@ from flatbed.capture import CapturedStep
 from flatbed.tables import lookup
 from flatbed.tables.lookup import (
     LookupFunction,
-    are_prefetched,
     load_captured,
     lookups_in_capture,
+    not_prefetched,
     prepare_lookup,
 )
 
@@ -162,7 +162,8 @@ def test_one_table_that_is_not_prefetched() -> None:
     batches, model = drawn(16), Model("cuda")
     step = flatbed.capture(model.step, batches[0].cuda())
     loader = flatbed.Prefetcher(batches, {model.items: lambda ids: ids}, depth=DEPTH)
-    losses = [float(step(ids)) for ids in loader]
+    with pytest.warns(UserWarning, match="no more are prefetched"):
+        losses = [float(step(ids)) for ids in loader]
     assert step._lookups == []  # type: ignore[attr-defined]
     check(model, losses, batches, "cuda")
 
@@ -173,7 +174,8 @@ def test_lookups_of_other_ids_in_the_step(kind: type[Model]) -> None:
     """The graph admits their rows."""
     batches, model = drawn(16), kind("cuda")
     step = flatbed.capture(model.step, batches[0].cuda())
-    losses = [float(step(ids)) for ids in prefetched(model, [ids.clone() for ids in batches])]
+    with pytest.warns(UserWarning, match="no more are prefetched"):
+        losses = [float(step(ids)) for ids in prefetched(model, [ids.clone() for ids in batches])]
     assert step._lookups == []  # type: ignore[attr-defined]
     expected = kind("cuda")
     assert losses == [float(expected.step(ids.cuda())) for ids in batches]
@@ -181,10 +183,23 @@ def test_lookups_of_other_ids_in_the_step(kind: type[Model]) -> None:
         assert torch.equal(found, one)
 
 
+@gpu
+@pytest.mark.parametrize("options", [{"storage": "device"}, {"cache_rows": 0}], ids=str)
+def test_a_table_without_a_cache_beside_one_that_is_prefetched(options: dict[str, Any]) -> None:
+    batches, model = drawn(24), Model("cuda", **{"cache_rows": None, **options})
+    step = flatbed.capture(model.step)
+    losses = [float(step(ids)) for ids in prefetched(model, batches)]
+    assert [one.table for one in step._lookups] == [model.other.table]  # type: ignore[attr-defined]
+    cache: Any = model.other.table._store.cache
+    assert not cache.has_unseen_replays
+    check(model, losses, batches, "cuda")
+
+
 def test_a_capture_that_fails_leaves_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the former graph would be replayed with other lookups."""
     monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
-    step = CapturedStep(lambda ids: ids, torch.zeros(2), torch.device("cpu"))
+    step = CapturedStep(lambda ids: ids, torch.device("cpu"))
+    step.begin(torch.zeros(2))
     step._graph = torch.cuda.CUDAGraph()
     with pytest.raises((RuntimeError, flatbed.FlatbedError)):  # there is no GPU, or no stream of a CPU
         step._capture([torch.zeros(2)])
@@ -254,8 +269,8 @@ def test_what_a_replay_reads(kernel_device: str, monkeypatch: pytest.MonkeyPatch
                 captured = prepare_lookup(table, static.view(2, -1), records_grad=True)
             graph = found.lookups
             assert found.noted == [(table, 0)]
-            assert are_prefetched(found.noted, [ids])
-            assert not are_prefetched(found.noted, [ids.clone()])
+            assert not_prefetched(found.noted, [ids]) == []
+            assert not_prefetched(found.noted, [ids.clone()]) == [table]
             assert [one.batch for one in graph] == [captured]
             assert captured.unique.rows.data_ptr() != table._prefetched[0].unique.rows.data_ptr()
         for leaf in (ids, ids.flip(0)):  # prefetched, and not
@@ -307,6 +322,35 @@ def test_lookups_that_stay_in_the_graph(kernel_device: str) -> None:
             assert looked_up(found, static) is None
 
 
+@pytest.mark.parametrize("n", [0, 1, 3, 1023, 1025])
+def test_unique_rows_are_copied(kernel_device: str, n: int) -> None:
+    from flatbed.kernels._triton.rows import copy_results_, empty_results, unique
+
+    keys = torch.randint(50, (n,), dtype=torch.int32).to(kernel_device)
+    found, copy = unique(keys, 50, None), empty_results(n, keys.device)
+    copy_results_(copy, found)
+    for name in ("rows", "inverse", "order"):
+        assert torch.equal(getattr(copy, name), getattr(found, name))
+    assert found.starts is not None
+    assert copy.starts is not None
+    n_unique = len(keys.unique())
+    assert torch.equal(copy.starts[: n_unique + 1], found.starts[: n_unique + 1]) or n == 0
+
+
+@pytest.mark.usefixtures("capturing")
+def test_a_leaf_without_ids(kernel_device: str) -> None:
+    emb = flatbed.Embedding(ROWS, DIM, device=kernel_device, cache_rows=6 * N_IDS, shard=None)
+    flatbed.optim.SGD(emb, lr=0.1)
+    none = torch.empty(0, dtype=torch.int64)
+    static = [torch.zeros(N_IDS, dtype=torch.int64).to(kernel_device), none.to(kernel_device)]
+    for ids, empty in flatbed.Prefetcher([(drawn(1)[0], none)] * 2, {emb: lambda batch: [*batch]}):
+        with lookups_in_capture(static, [ids, empty]) as found:
+            for one in static:
+                prepare_lookup(emb.table, one, records_grad=True)
+        assert not_prefetched(found.noted, [ids, empty]) == []
+        assert load_captured(found.lookups, [ids, empty])
+
+
 @pytest.mark.parametrize("is_other", [False, True])
 def test_a_warm_up_notes_lookups_of_other_ids(kernel_device: str, is_other: bool) -> None:
     """All rows are admitted inside of the graph then."""
@@ -319,11 +363,11 @@ def test_a_warm_up_notes_lookups_of_other_ids(kernel_device: str, is_other: bool
             with lookups_in_capture([static], [ids]) as found:
                 batch = prepare_lookup(emb.table, other, records_grad=True)
             assert found.noted == [(emb.table, None if is_other else 0)]
-            assert are_prefetched(found.noted, [ids]) == (not is_other)
+            assert not_prefetched(found.noted, [ids]) == ([emb.table] if is_other else [])
             assert (batch.unique is emb.table._prefetched[0].unique) == (not is_other)
             with lookups_in_capture([static], [ids]) as found, torch.no_grad():
                 emb(static)
-            assert not are_prefetched(found.noted, [ids])
+            assert not_prefetched(found.noted, [ids]) == [emb.table]
 
 
 # ---- lookups of other ids between prefetched ones

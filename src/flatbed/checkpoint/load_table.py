@@ -16,7 +16,7 @@ from flatbed.tables.record import WEIGHT
 from flatbed.tables.saving import config_of, inspect, load
 from flatbed.tables.storage.disk import DiskStorage, ReadOnlyStorage
 from flatbed.tables.storage.disk.format import is_disk_table
-from flatbed.tables.storage.disk.open_files import forget_sums
+from flatbed.tables.storage.disk.open_files import forget_sums, journal_of
 from flatbed.tables.table import Table
 from flatbed.tables.tensor_file import check_tensors
 
@@ -127,9 +127,33 @@ def check_path(path: Path, *, forget: bool = False) -> str:
             n_files = len(manifest["files"])
             if not n_files:
                 return f"{version}: complete, without checksums (an earlier version of flatbed wrote it)"
-            own = ", ".join(map(str, manifest["paths"].values()))
-            others = f"; the rows of tables on disk are in {own}: check them, too" if own else ""
-            return f"{version}: all {n_files} files are as they were written{others}"
+            others = [_check_own_file(name, version, manifest) for name in manifest["paths"]]
+            return "\n".join((f"{version}: all {n_files} files are as they were written", *others))
+    return _check_file(path)
+
+
+def _check_own_file(name: str, version: Path, manifest: dict[str, Any]) -> str:
+    """Check the file of a table on disk that a checkpoint refers to, where it was, or beside the folder."""
+    saved, n_ranks = Path(manifest["paths"][name]), manifest["shards"].get(name, 1)
+    if n_ranks > 1:
+        return f"the rows of {name} are in files of {n_ranks} ranks, {saved.name}.*: check them, too"
+    path = next((p for p in (saved, version.parent.parent / saved.name) if p.exists()), None)
+    if path is None:
+        raise FlatbedError(
+            f"the rows of {name} were in {saved} when {version} was saved, which is missing: put the file "
+            "back, or, if it was moved, check it where it is now"
+        )
+    with closing(ReadOnlyStorage(path)) as storage:
+        is_other = storage.meta_of(manifest["token"]) is None
+    if is_other and not journal_of(path).exists():  # opening the table may complete a checkpoint from there
+        raise FlatbedError(
+            f"{path} (table {name}) is not as it was when {version} was saved: it is another file, or had a "
+            "later checkpoint, in another folder for example. Put a copy of the file from then in its place"
+        )
+    return _check_file(path)
+
+
+def _check_file(path: Path) -> str:
     if is_disk_table(path):
         with closing(ReadOnlyStorage(path)) as storage:
             n_rows, n_checked = storage.n_rows, storage.check_rows()

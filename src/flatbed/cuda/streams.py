@@ -8,7 +8,7 @@ Streams of one device
 | "batches" | copies of batches, and of rows of a `RowReader` | loader thread; that of the reader |
 | "rows" | admissions ahead of time: decisions; copies of batches that this thread loads | training thread |
 | "records" | admissions ahead of time: moves of records | training thread |
-| "files" | decisions on rows of disk tables, and copies of their records | second loader thread |
+| "files" | decisions on rows of disk tables, copies and checksums of their records | second loader thread |
 | "counts" | counts of changed rows in the cache of a disk table | any thread |
 | "scan" | blocks of a table for `topk`, which begins with an idle GPU | training thread |
 | "captures" | warm-up and capture of `flatbed.capture` | training thread |
@@ -86,7 +86,7 @@ import torch
 
 from flatbed.cuda import driver
 
-HIGH_PRIORITY = ("records", "files", "scan", "decisions")  # kernels of few programs that other work waits for
+HIGH_PRIORITY = ("records", "files", "scan", "decisions")  # short kernels that other work waits for
 
 LOCK_ORDER = (
     "layout",

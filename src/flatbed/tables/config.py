@@ -75,6 +75,11 @@ class Config:
             )
 
     @property
+    def has_cache(self) -> bool:
+        """False if rows are never cached. (On a CPU, a table has a cache only if its size is given.)"""
+        return 0 not in (self.cache_rows, self.cache_bytes) and self.storage != "device"
+
+    @property
     def is_cache_sized(self) -> bool:
         """True if the user gave the size of the cache."""
         return self.cache_rows is not None or self.cache_bytes is not None

@@ -279,12 +279,17 @@ def _prefetched_batch(table: Table, leaf: Tensor) -> LookupBatch | None:
     return None if found is None or found.cache is None or found.cache is not store.cache else found
 
 
-def are_prefetched(noted: list[tuple[Table, int | None]], leaves: list[Tensor]) -> bool:
-    """Return True if all lookups that a step was seen to make are of prefetched leaves."""
-    return all(
-        position is not None and _prefetched_batch(table, leaves[position]) is not None
+def not_prefetched(noted: list[tuple[Table, int | None]], leaves: list[Tensor]) -> list[Table]:
+    """Return the tables in which a step was seen to look up other rows than those of prefetched leaves.
+
+    Tables without a cache have nothing to prefetch, and are left out.
+    """
+    return [
+        table
         for table, position in noted
-    )
+        if table._store.config.has_cache
+        and (position is None or _prefetched_batch(table, leaves[position]) is None)
+    ]
 
 
 def load_captured(lookups: list[CapturedLookup], leaves: list[Tensor]) -> bool:

@@ -77,7 +77,7 @@ class RowPrefetch:
         # thread counts: the loader thread has one of its own.
         on_gpu = store.device.type == "cuda" or use_triton(store.device)
         self._admits = torch.is_grad_enabled() and on_gpu
-        is_cached = self._admits and store.config.cache_rows != 0
+        is_cached = self._admits and store.config.has_cache
         self.reads_disk = store.config.storage == "disk" and (is_cached or not self._admits)
         """True if `read` has work to do, which it does in a thread of its own."""
         self._reads_pages = self.reads_disk and not self._admits
@@ -169,7 +169,7 @@ class RowPrefetch:
         A lookup whose rows cannot be kept gets no batch.
 
         `moved` has the request's tensors on the computing device, by the id of each. The current stream is
-        ordered after their copies, and after the training work on batches before the one handed out next.
+        ordered after their copies, and after all training work issued so far.
         The caller calls `issue_moves` next, also after an error.
         """
         lookups = request.lookups

@@ -471,7 +471,7 @@ class RowStore:
         n_needed, config, device = n_batches * n_ids, self.config, self.device
         if self.cache is not None and n_needed <= self._cache_serves:
             return self.cache
-        if config.cache_rows == 0 or config.storage == "device":
+        if not config.has_cache:
             return None
         with self._lock:
             storage, cache = self.ensure_layout(), self.cache

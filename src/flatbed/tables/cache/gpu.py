@@ -92,7 +92,7 @@ class GpuCache:
         self._n_admissions = 0
         # Of the last admissions: how many ids, and whether it was a prefetch.
         self._recent: deque[tuple[int, bool]] = deque(maxlen=MAX_WINDOW)
-        self._window = 0  # that of the last prefetch, in prefetches
+        self._window = 0  # how many prefetches before it the last one keeps
         self._oldest_protected = 1
         # The next prefetch waits for both: streams with other work, and those of loops that ended early.
         self._streams_to_await: set[torch.cuda.Stream] = set()
@@ -143,7 +143,7 @@ class GpuCache:
             return None
         if self._has_room(n, span := self._span(window)):
             window = span
-        # First: once its last decisions are gone, `prefetch_after` has been called for them.
+        # Before the streams are awaited: a graph is free after its last loop has called `prefetch_after`.
         graph = self._graphs.find(n, window, captures=True)
         for streams in (self._streams_to_await, self._streams_of_left_loops):
             while streams:

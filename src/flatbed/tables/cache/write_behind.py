@@ -19,7 +19,7 @@ from flatbed.tables.storage.base import Storage
 from flatbed.tables.storage.disk import DiskStorage
 from flatbed.tables.storage.disk.checked_records import device_row_sums
 
-MANY = 1 << 12  # rows from which another thread pays off
+MANY = 1 << 12  # rows from which another thread, or the GPU, pays off
 
 Read = Callable[[], tuple[Tensor, NDArray[np.int64]]]
 """Returns records and, for each, its position among the rows that were asked for."""
@@ -37,7 +37,7 @@ class PendingCopy:
     """The checksums of records, if they were computed there."""
 
     def wait(self) -> None:
-        """Wait until the tensor is complete. Allowed in any thread, also while another captures a graph."""
+        """Wait until the copy is complete. Allowed in any thread, also while another captures a graph."""
         if self.complete is not None:
             with relaxed_capture(), torch.cuda.device(self.device):
                 self.complete.synchronize()
@@ -117,8 +117,8 @@ class WriteBehind:
     """Writes evicted records to the journal of a table's file, in the file's writer thread.
 
     One write is in flight at a time. The journal has room for all changed rows, so that a full disk stops a
-    step before the step changes anything. All public methods but `claim_room` are called with the lock of
-    the cache held.
+    step before the step changes anything. All public methods but `claim_room` and `retire` are called with
+    the lock of the cache held.
     """
 
     def __init__(self, storage: DiskStorage, index: CacheIndex) -> None:
@@ -146,8 +146,8 @@ class WriteBehind:
             wait([order])
 
     def row_sums(self, records: Tensor) -> Tensor | None:
-        """Return the checksums of records on a GPU, which takes less time for it than the host."""
-        return device_row_sums(records) if records.is_cuda else None
+        """Return the checksums of many records on a GPU, which takes less time for it than the host."""
+        return device_row_sums(records) if records.is_cuda and len(records) >= MANY else None
 
     def write(self, rows: Tensor, copies: PendingCopy) -> None:
         """Queue the records of rows that are evicted or flushed."""

@@ -141,6 +141,7 @@ def _disk_faults() -> int:
 
 MAGIC = b"flatbed-sum2\r\n\x1a\n"
 CHECKED = 1 << 20  # bytes of records copied at a time, which fit into a core's cache
+DEVICE_PART = 16 << 20  # bytes of records summed at a time on a GPU
 SUMMED = 1 << 19  # bytes of records summed at a time: part and product stay in a core's cache
 
 
@@ -177,8 +178,10 @@ def device_row_sums(records: Tensor) -> Tensor:
     """Return the same checksums of (n, nbytes) of uint8, as int64, computed on the device of the records."""
     words, mask = records.view(torch.int64), (1 << 32) - 1
     first, second = _device_weights(2 * words.shape[1], records.device)
-    total = (words * first).sum(1) + ((words >> 32 & mask) * second).sum(1)
-    sums: Tensor = total >> 32 & mask
+    # In parts, since products take as much memory as the records.
+    parts = torch.split(words, max(1, DEVICE_PART // records.shape[1]))
+    totals = [(part * first).sum(1) + ((part >> 32 & mask) * second).sum(1) for part in parts]
+    sums: Tensor = torch.cat(totals) >> 32 & mask
     return sums.clamp(min=1)
 
 
