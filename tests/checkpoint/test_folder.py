@@ -26,6 +26,7 @@ from flatbed.checkpoint import load_checkpoint, save_checkpoint
 from flatbed.checkpoint.load_table import check_path
 from flatbed.errors import DamagedFileError, FlatbedError
 from flatbed.tables.storage.disk import DiskStorage
+from flatbed.tables.storage.disk.format import RECORDS_AT
 from tests import programs
 from tests.checkpoint.saved import Saved, current
 from tests.tables.storage.disk.test_files import largest_file
@@ -466,3 +467,37 @@ def test_a_folder_without_a_checkpoint_is_told_from_a_damaged_one(tmp_path: Path
         assert not isinstance(caught.value, FileNotFoundError), file
         hidden.rename(file)
     load_checkpoint(tmp_path, model, optimizer, scheduler=scheduler, rng=True)
+
+
+def test_rows_of_another_folder_are_told_before_training_begins_again(tmp_path: Path) -> None:
+    model, optimizer = build(tmp_path)
+    step(model, optimizer, 1)
+    with pytest.raises(FileNotFoundError):  # no warning: nothing was saved
+        load_checkpoint(tmp_path / "run", model, optimizer)
+    save_checkpoint(tmp_path / "run", model, optimizer)
+    close(model)
+    model, optimizer = build(tmp_path)
+    warns = pytest.warns(UserWarning, match=r"1\.bed .* has the rows of one: load the folder")
+    with warns, pytest.raises(FileNotFoundError):
+        load_checkpoint(tmp_path / "rum", model, optimizer)
+    close(model)
+
+
+def test_checking_a_folder_checks_its_tables_on_disk(tmp_path: Path) -> None:
+    model, optimizer = build(tmp_path)
+    step(model, optimizer, 1)
+    save_checkpoint(tmp_path / "run", model, optimizer)
+    assert "rows are as they were written" in check_path(tmp_path / "run")
+    with pytest.warns(UserWarning, match="run"):
+        save_checkpoint(tmp_path / "second", model, optimizer)
+    close(model)
+    with pytest.raises(FlatbedError, match="is not as it was when"):
+        check_path(tmp_path / "run")
+    assert "rows are as they were written" in check_path(tmp_path / "second")
+    table = tmp_path / "1.bed"
+    flipped(table, RECORDS_AT + 5, 3)
+    with pytest.raises(DamagedFileError):
+        check_path(tmp_path / "second")
+    table.rename(tmp_path / "moved")
+    with pytest.raises(FlatbedError, match="missing: put the file back"):
+        check_path(tmp_path / "second")

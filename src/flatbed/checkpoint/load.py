@@ -96,7 +96,11 @@ def load_checkpoint(
     with Lockstep("loading a checkpoint") as lockstep, ExitStack() as undo:
         folder = as_path(folder, "folder").absolute()
         training = Training.of(model, optimizer, scheduler, scaler)
-        path, manifest = _enter_version(folder, lockstep, undo)
+        try:
+            path, manifest = _enter_version(folder, lockstep, undo)
+        except NoCheckpointError:
+            _warn_of_other_rows(folder, training)
+            raise
         check_files(path, manifest, rank(), world_size())
         of_model = _model_part(path, manifest, training)
         _check_names(path, "tables", manifest["tables"], training.tables)
@@ -154,6 +158,18 @@ def _enter_version(folder: Path, lockstep: Lockstep, undo: ExitStack) -> tuple[P
         is_version = folder.name == name  # also the first rank was given one
         path, manifest = undo.enter_context(reading(folder if is_version else folder / name))
     return path, manifest
+
+
+def _warn_of_other_rows(folder: Path, training: Training) -> None:
+    """Warn of disk tables with rows of another folder. A program that catches the error would train on."""
+    for name, table in training.tables.items():
+        if table._store.belongs_to_folder:
+            path = table._store.config.path
+            warnings.warn(
+                f"{folder} holds no checkpoint, but {path} (table {name}) has the rows of one: load the "
+                "folder that was saved with it, or delete the file to start again",
+                stacklevel=3,
+            )
 
 
 def _copied(value: Any, *, to_host: bool) -> Any:

@@ -417,6 +417,13 @@ class RowStore:
         meta = cast(DiskStorage | ReadOnlyStorage, self._storage).meta_of(token)
         return None if meta is None else (self._storage.record.state, meta.get("scalars", {}))
 
+    @property
+    def belongs_to_folder(self) -> bool:
+        """True if the last checkpoint of a disk table's file was made by `save_checkpoint`."""
+        if self._storage is None or self.in_memory:
+            return False
+        return cast(DiskStorage | ReadOnlyStorage, self._storage).meta.get("token") is not None
+
     def check_name(self) -> None:
         """Raise if the file of a disk table was removed, renamed or replaced since it was opened."""
         cast(DiskStorage, self._storage).check_name()
