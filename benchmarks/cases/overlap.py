@@ -159,6 +159,7 @@ MODELS: dict[str, Callable[[TableSpec, Options], Beside]] = {
     "transformer": transformer,
     "disk": products,
 }
+MODEL_NAMES = {"disk": "products"}
 
 
 # ---- runs
@@ -200,7 +201,7 @@ def run(options: Options) -> Iterator[Row]:
                 for name in beside:
                     if name != "none":
                         for row in bench.run(table, replace(setting, model=models[name])):
-                            row["setting"]["model"] = "products" if name == "disk" else name
+                            row["setting"] |= {"model": MODEL_NAMES.get(name, name), "storage": storage}
                             yield with_bounds(row, table_alone_ms=table_ms)
 
 

@@ -106,6 +106,7 @@ def test_batches_that_were_not_prefetched_between_those_that_were() -> None:
 
 
 @gpu
+@pytest.mark.filterwarnings("ignore:the training step looks up ids")
 def test_a_loop_that_is_left_and_ids_that_change() -> None:
     batches = drawn(16)
     model, losses = Model("cuda"), []
