@@ -92,7 +92,8 @@ TABLE: list[Row] = [
     ("flatbed.load_table(smaller(folder), storage='disk')", ValueError, r"storage='disk', to=None"),
     ("flatbed.tables([nn.Sequential()])", TypeError, r"found list.*nn.ModuleList"),
     ("on_disk(folder).weight", FlatbedError, r"read_rows.*write_rows"),
-    ("flatbed.capture(print, {'n': 3})", ValueError, r"found dict"),
+    ("flatbed.capture(print, {})", ValueError, r"found dict"),
+    ("flatbed.capture(print, {'n': 3})", TypeError, r"found int in batch\['n'\]"),
 ]
 DATA: list[Row] = [
     ("RowReader(torch.ones(3, 2))", TypeError, r"found Tensor.*tensor.numpy\(\)"),

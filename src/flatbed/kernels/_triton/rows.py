@@ -51,7 +51,8 @@ def mover_shape(nbytes: int, *, both_ways: bool = False, in_clusters: bool = Fal
     """Return the shape for records of so many bytes, which are read, written, or both at once.
 
     A few programs with many records in flight saturate the bus, and leave the other SMs to the model.
-    `tests.scripts.measure_movers` compares them with 96 and more programs of 4 warps.
+    `tests.scripts.measure_movers` compares them with 96 and more programs of 4 warps. Matrix products are not
+    told to leave SMs to them: that would change how products are rounded, and gained nothing measurable.
 
     `in_clusters`: each program is a cluster of two CTAs, unless records are small and soon moved. Matrix
     products and convolutions of an H200 run in clusters of two, too: four single CTAs take eight SMs from
