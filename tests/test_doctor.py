@@ -54,7 +54,8 @@ def test_without_a_gpu(cuda: str | None, remedy: str, machine: Any, monkeypatch:
     assert doctor.bus().ok is None
     assert doctor.host_memory() == Finding(True, "16.0 GB free")
     monkeypatch.setattr(doctor, "disk_reads", lambda: 250_000.0)
-    assert doctor.disk().value == "100.0 GB free, 250,000 random reads per second, 262 ms a batch"
+    assert doctor.disk().value.startswith("100.0 GB free in /")
+    assert doctor.disk().value.endswith(", 250,000 random reads per second, 262 ms a batch")
 
 
 @pytest.mark.parametrize(
@@ -106,7 +107,7 @@ def test_the_model_of_a_step(
 
 def test_a_plan_names_memory_traffic_time_and_what_is_assumed() -> None:
     found = plan(6_500_000_000, 128, "adam", ranks=512, ids=65_536)
-    assert found["table"].value.endswith("1,536 bytes a row, 9,984 GB")
+    assert found["table"].value.endswith("1,536 bytes a row, 9,984.0 GB")
     assert found["host memory"].value == "19.5 GB per rank, 156.0 GB per host"
     assert found["traffic"].value == "67 MB between ranks, 201 MB over the bus"
     assert found["step"].value == "74.0 ms for 33,554,432 ids, bound by headers"

@@ -124,7 +124,7 @@ def bus() -> Finding:
 
 def disk() -> Finding:
     """Measure free space and random reads in the current folder."""
-    free = f"{shutil.disk_usage(Path.cwd()).free / GB:.1f} GB free"
+    free = f"{shutil.disk_usage(Path.cwd()).free / GB:.1f} GB free in {Path.cwd()}"
     rate = disk_reads()
     if rate is None:
         return Finding(True, free, "This file system does not allow reads that bypass the page cache.")
@@ -213,7 +213,7 @@ def plan(
     terms = ", ".join(f"{name} {1e3 * seconds:.2f} ms" for name, seconds in cost.seconds.items())
     lines = {
         "table": (
-            f"{size}, {table_bytes / GB:,.0f} GB",
+            f"{size}, {table_bytes / GB:,.1f} GB",
             placement if ranks > 1 else "On one GPU; --ranks for several.",
         ),
         "host memory": (memory, f"Ranks: {ranks:,}. Hosts: {cost.n_hosts:,}."),

@@ -352,9 +352,10 @@ def _begin_table(
     config, n_ranks = table._store.config, manifest["shards"].get(name, 1)
     own_path = manifest["paths"].get(name, "PATH")
     if table.storage != "disk" or config.n_shards != n_ranks:
+        on_ranks = f", on {n_ranks} ranks" if n_ranks > 1 else ""
         raise FlatbedError(
-            f"the rows of {name} are not in {path}, but in the table's own file, {own_path}, on {n_ranks} "
-            'ranks: build it there with storage="disk", on as many ranks, or save with copy_disk_tables=True'
+            f"the rows of {name} are not in {path}, but in the table's own file, {own_path}: load it with "
+            f'storage="disk" and that path{on_ranks}, save with copy_disk_tables=True, and load that copy'
         )
     state = table._store.state_at(token)
     if state is None and table._store.phase == "unallocated":

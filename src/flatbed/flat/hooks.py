@@ -213,10 +213,10 @@ def _refuse_missing(owner: FlatParams, buffer: Buffer) -> None:
     names = [buffer.segments[i].name for i in missing if buffer.originals[i].requires_grad]
     if names and owner.missing == "raise":
         raise FlatbedError(
-            f"{model_params.listed(names)} received no gradient while others did. Torch would skip it and "
-            f"its step count, which one flat state cannot express. Freeze (requires_grad_(False)) what is "
+            f"{model_params.listed(names)} received no gradient while others did. Torch would skip them and "
+            f"their step counts, which one flat state cannot express. Freeze (requires_grad_(False)) what is "
             f"not trained, leave it out of the flat parameters, or use missing='zero' (weight decay and "
-            f"momentum still move it). If its layer was replaced, {model_params.REBUILD}"
+            f"momentum still move it). If a layer was replaced, {model_params.REBUILD}"
         )
 
 

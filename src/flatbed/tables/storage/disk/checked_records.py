@@ -223,7 +223,7 @@ def map_records(file: MappedFile, n_rows: int, nbytes: int) -> Records:
     if file.size == expected and not is_summed:
         raise DamagedFileError(
             f"the mark before the checksums of {file.path} is damaged; restore the file from a copy, or run "
-            "`flatbed check --forget` to take all rows as they are"
+            f"`flatbed check --forget {file.path}` to take all rows as they are"
         )
     at = sums_at(n_rows, nbytes) + len(MAGIC) if is_summed else None
     return file.map(RECORDS_AT, nbytes, count=n_rows, random=True, sums_at=at)
@@ -293,6 +293,6 @@ def check_rows(file: MappedFile, rows: NDArray[np.int64], pool: ThreadPoolExecut
 def _damaged(file: MappedFile, rows: NDArray[np.int64]) -> DamagedFileError:
     others = f" and {len(rows) - 1} near it" if len(rows) > 1 else ""
     return DamagedFileError(
-        f"row {rows[0]}{others} in {file.path} is not as it was written: its checksum is wrong; "
-        "restore the file from a copy, or run `flatbed check --forget` to take all rows as they are"
+        f"row {rows[0]}{others} in {file.path} is not as it was written: its checksum is wrong; restore "
+        f"the file from a copy, or run `flatbed check --forget {file.path}` to take all rows as they are"
     )
