@@ -272,16 +272,20 @@ def test_other_threads_read_and_write(
     twins.check()
 
 
-def test_checksums_that_a_device_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_checksums_that_a_device_computes(
+    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They go with the records through cache and journal to the file, and are compared when it is read."""
     n_sums = []
 
     def row_sums(_: Any, records: Tensor) -> Tensor:
+        assert records.device.type == device
         n_sums.append(len(records))
         return device_row_sums(records)
 
     monkeypatch.setattr(write_behind.WriteBehind, "row_sums", row_sums)
-    twins = Twins("disk", tmp_path, n_slots=4).train()
+    twins = Twins("disk", tmp_path, n_slots=4, device=device).train()
     expected = everything(twins.cached)[0]
     twins.cached.table.checkpoint()
     twins.cached.table.close()
