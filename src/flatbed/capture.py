@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -47,9 +48,9 @@ def capture(
       dtypes of all batches, by default the first one. Its values are not used.
     - `device`: the GPU of the training step, by default the device of the tensors in the example.
 
-    Every call is one training step. The first three run as they are, the fourth is captured, and later ones
-    copy the batch into the graph's inputs and replay it. The tensors that a call returns are its own: later
-    calls do not change them. A batch of another shape runs `train_step` itself, and a change of
+    Every call is one training step. The first three run as they are. The fourth captures the graph; it and
+    later calls copy the batch into the graph's inputs and replay it. The tensors that a call returns are its
+    own: later calls do not change them. A batch of another shape runs `train_step` itself, and a change of
     hyperparameters (a scheduler that sets a float) captures again: both warn once. A learning rate that is a
     tensor on the GPU, `lr=torch.tensor(1e-3, device="cuda")`, may change without that. Ids out of range raise
     IndexError in the next call at the latest. The GPU reads a batch in pinned memory after the call has
@@ -76,6 +77,25 @@ def capture(
     return step
 
 
+@dataclass(eq=False)
+class StepGraph:
+    """A captured training step, and what the host does before and after each replay."""
+
+    graph: torch.cuda.CUDAGraph
+    outputs: Any
+    """In the memory of the graph, which every replay writes again."""
+    optimizers: list[torch.optim.Optimizer]
+    hyperparameters: list[Any]
+    """Those that are constants of the graph."""
+    lookups: list[CapturedLookup]
+    """Lookups of prefetched rows."""
+    checks: list[DeferredIdChecks]
+    positions: Tensor
+    """In pinned memory: for each check the first position out of range, which every replay writes."""
+    replayed: deque[torch.cuda.Event]
+    """After the last replay, and after the one before it."""
+
+
 class CapturedStep:
     """A training step that replays a CUDA graph. `capture` makes it."""
 
@@ -88,19 +108,9 @@ class CapturedStep:
         self._kinds: list[tuple[torch.Size, torch.dtype]] = []
         self._inputs: list[Tensor] = []
         self._n_calls = 0
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._outputs: Any = None
-        self._optimizers: list[torch.optim.Optimizer] = []
-        self._hyperparameters: list[Any] = []
-        self._lookups: list[CapturedLookup] = []
-        """Lookups of prefetched rows."""
         self._noted: list[tuple[Table, int | None]] = []
         """Lookups of the last warm-up. If one is not of a prefetched leaf, the graph admits all rows."""
-        self._checks: list[DeferredIdChecks] = []
-        self._positions = torch.empty(0, dtype=torch.int64, device="cpu")
-        """In pinned memory: for each check the first bad position, which every replay copies there."""
-        self._replayed: deque[torch.cuda.Event] = deque()
-        """After the call before the last one, and after the last one."""
+        self._graph: StepGraph | None = None
         self._warned: set[str] = set()
 
     def begin(self, example_batch: Any) -> None:
@@ -137,31 +147,31 @@ class CapturedStep:
         self._n_calls += 1
         if self._n_calls <= WARM_UP:
             return self._run_in_side_stream(leaves)
-        if self._graph is not None and self._hyperparameters != _hyperparameters(self._optimizers):
+        graph = self._graph
+        if graph is not None and graph.hyperparameters != _hyperparameters(graph.optimizers):
             self._warn_once(
                 "hyperparameters",
                 "hyperparameters of an optimizer have changed: the training step is captured again. Give a "
                 "learning rate that a scheduler changes as a tensor on the GPU",
             )
-            self._graph = None
-        if self._graph is None:
-            self._capture(leaves)
-        assert self._graph is not None
-        if not load_captured(self._lookups, leaves):
+            graph = None
+        if graph is None:
+            graph = self._graph = self._capture(leaves)
+        if not load_captured(graph.lookups, leaves):
             self._graph, self._n_calls = None, 1  # this call is the first of another warm-up
             return self._run_in_side_stream(leaves)
-        self._graph.replay()
-        result = tree_map_only(Tensor, Tensor.clone, self._outputs)
-        if self._checks:
-            self._check_ids()
+        graph.graph.replay()
+        result = tree_map_only(Tensor, Tensor.clone, graph.outputs)
+        if graph.checks:
+            self._check_ids(graph)
         return result
 
-    def _check_ids(self) -> None:
-        """Raise for the call before this one, which runs on the GPU meanwhile."""
-        self._replayed.rotate()
-        self._replayed[0].record(torch.cuda.current_stream(self._device))
-        self._replayed[1].synchronize()
-        for check, position in zip(self._checks, self._positions.tolist(), strict=True):
+    def _check_ids(self, graph: StepGraph) -> None:
+        """Raise for bad ids of the call before this one. This call runs on the GPU meanwhile."""
+        graph.replayed.rotate()
+        graph.replayed[0].record(torch.cuda.current_stream(self._device))
+        graph.replayed[1].synchronize()
+        for check, position in zip(graph.checks, graph.positions.tolist(), strict=True):
             if position != NO_ERROR:
                 check.check_graphs()
 
@@ -175,8 +185,9 @@ class CapturedStep:
         current.wait_stream(side)
         return tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), result)
 
-    def _capture(self, leaves: list[Tensor]) -> None:
-        graph, self._graph = torch.cuda.CUDAGraph(), None
+    def _capture(self, leaves: list[Tensor]) -> StepGraph:
+        self._graph = None  # frees the memory of a former graph
+        graph, optimizers = torch.cuda.CUDAGraph(), list[torch.optim.Optimizer]()
         others = not_prefetched(self._noted, leaves)
         if others and any(table._prefetched for table, _ in self._noted):
             self._warn_once(
@@ -184,9 +195,11 @@ class CapturedStep:
                 f"the training step looks up ids in {others[0]!r} that are not a prefetched tensor of its "
                 "batch as it is: the CUDA graph admits the rows of all tables, and no more are prefetched",
             )
-        self._optimizers = []
+            for table, _ in self._noted:
+                if table._store.cache is not None:
+                    table._store.cache.has_warned = True
         positions = torch.full((MAX_TABLES,), NO_ERROR, dtype=torch.int64, device="cpu", pin_memory=True)
-        hook = register_optimizer_step_pre_hook(lambda optimizer, *_: self._optimizers.append(optimizer))
+        hook = register_optimizer_step_pre_hook(lambda optimizer, *_: optimizers.append(optimizer))
         try:
             with (
                 lookups_in_capture(self._inputs, leaves, uses_prefetched=not others) as lookups,
@@ -204,12 +217,17 @@ class CapturedStep:
             raise FlatbedError(
                 f"a captured step looks up {MAX_TABLES} tables at most; found {len(lookups.checks)}"
             )
-        # Without the autograd graph, whose nodes would tie later captures to this stream.
-        self._outputs = tree_map_only(Tensor, Tensor.detach, outputs)
-        self._graph, self._hyperparameters = graph, _hyperparameters(self._optimizers)
-        self._lookups, self._checks = lookups.lookups, lookups.checks
-        self._positions = positions[: len(self._checks)]
-        self._replayed = deque([torch.cuda.Event(), torch.cuda.Event()])  # type: ignore[no-untyped-call,unused-ignore]
+        return StepGraph(
+            graph,
+            # Without the autograd graph, whose nodes would tie later captures to this stream.
+            tree_map_only(Tensor, Tensor.detach, outputs),
+            optimizers,
+            _hyperparameters(optimizers),
+            lookups.lookups,
+            lookups.checks,
+            positions[: len(lookups.checks)],
+            deque([torch.cuda.Event(), torch.cuda.Event()]),  # type: ignore[no-untyped-call,unused-ignore]
+        )
 
     def _describe(self, kinds: list[tuple[torch.Size, torch.dtype]], structure: Any) -> str:
         """Say how a batch differs from the example."""

@@ -19,7 +19,7 @@ from flatbed.cuda.graph import Graph, can_capture
 
 def captured(function: Callable[[], object]) -> Graph:
     function()  # loads its kernels
-    return Graph(function, torch.device("cuda", torch.cuda.current_device()), "rows")
+    return Graph(function, torch.device("cuda", torch.cuda.current_device()), "decisions")
 
 
 @pytest.mark.gpu
@@ -57,7 +57,7 @@ def test_a_capture_that_fails_changes_nothing() -> None:
         raise RuntimeError("no kernel")
 
     with pytest.raises(RuntimeError, match="no kernel"):
-        Graph(fail, x.device, "rows")
+        Graph(fail, x.device, "decisions")
     torch.cuda.synchronize()
     assert x.tolist() == [0.0] * 4
     assert torch.equal(torch.cuda.get_rng_state(), state)
@@ -160,7 +160,7 @@ def test_an_interrupted_capture_ends(failing: str, monkeypatch: pytest.MonkeyPat
     for name in ("stream", "use_mem_pool"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: nullcontext())
     with nullcontext() if failing == "none" else pytest.raises(KeyboardInterrupt):
-        graph = Graph(driver.function, torch.device("cuda", 0), "rows")
+        graph = Graph(driver.function, torch.device("cuda", 0), "decisions")
         del graph
     calls = ["begin_capture", "function", "end_capture"]
     if failing == "none":

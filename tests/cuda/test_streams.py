@@ -60,7 +60,7 @@ def test_relaxed_capture_without_a_gpu() -> None:
 @pytest.mark.gpu
 def test_streams_are_different_and_kept() -> None:
     device = torch.device("cuda", 0)
-    purposes = ("rows", "batches", "files")
+    purposes = ("decisions", "batches", "files")
     found = [stream_for(device, purpose) for purpose in purposes]
     assert len({stream.cuda_stream for stream in found}) == 3
     assert [stream_for(device, purpose) for purpose in purposes] == found
@@ -69,7 +69,7 @@ def test_streams_are_different_and_kept() -> None:
 @pytest.mark.gpu
 def test_the_context_of_a_stream_is_that_of_torch() -> None:
     device = torch.device("cuda", 0)
-    rows, user = stream_for(device, "rows"), torch.cuda.Stream(device)
+    rows, user = stream_for(device, "decisions"), torch.cuda.Stream(device)
     context = InStream(rows)
     with torch.cuda.stream(user):
         for _ in range(2):

@@ -317,7 +317,7 @@ def test_ids_of_the_batch_are_not_copied_twice(monkeypatch: pytest.MonkeyPatch) 
     class Prefetch(FakePrefetch):
         def admit(self, request: Any, moved: dict[int, torch.Tensor]) -> None:
             ids = [moved[id(one)] for one in request.tensors]
-            assert torch.cuda.current_stream() == pipeline.stream_for(ids[0].device, "rows")
+            assert torch.cuda.current_stream() == pipeline.stream_for(ids[0].device, "decisions")
             admitted.append(ids)
             super().admit(request, moved)
 
@@ -601,11 +601,11 @@ def test_settings_of_torch_are_those_of_the_loop() -> None:
 def test_settings_of_threads_are_not_those_of_a_stream() -> None:
     """The context of a stream sets the current GPU, too."""
     iterator = iter(Prefetcher((torch.get_default_device() for _ in range(3)), device="cpu"))
-    iterator._in_rows = torch.device("meta")
+    iterator._in_decisions = torch.device("meta")
     assert {device.type for device in iterator} == {"cpu"}
 
 
-# ---- streams, simulated: memory of the stream "rows" is used again after the work of the loop
+# ---- streams, simulated: memory of the stream "decisions" is used again after the work of the loop
 
 
 class Event(set[int]):
@@ -629,7 +629,7 @@ def test_copies_wait_for_every_stream_of_the_loop(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: current)
     iterator = iter(Prefetcher(batches(8), device="cpu"))
-    iterator._rows = rows
+    iterator._decisions = rows
     for step, user in enumerate([0, 1, 1, 0, 1, 1, 1, 0]):
         current = users[user]
         next(iterator)
@@ -656,26 +656,28 @@ def test_ids_on_the_gpu_are_kept_for_admissions(
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream())
     given = [batch["items"].as_subclass(OnGpu) for batch in batches(3)]
     iterator = iter(Prefetcher(given, {emb: lambda batch: batch}, device="cpu"))
-    iterator._rows, iterator._records = rows, _ = Rows(), Rows()
+    iterator._decisions, iterator._moves = rows, _ = Rows(), Rows()
     next(iterator)
     assert OnGpu.record_stream.call_args_list == [mock.call(rows)] * 3
     iterator.close()
 
 
 def test_memory_of_dropped_batches_is_kept_for_their_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It belongs to the training stream, which has not waited for "rows"."""
+    """It belongs to the training stream, which has not waited for "decisions"."""
     record, rows, training = mock.Mock(), Rows(), Rows()
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: training)
     monkeypatch.setattr(pipeline, "stream_for", lambda *_: rows)
     monkeypatch.setattr(pipeline.MovedBatch, "record_stream", record)
     iterator = iter(Prefetcher(batches(8), device="cpu"))
-    iterator._rows = rows
+    iterator._decisions = rows
     for _ in range(2):
         next(iterator)
     assert not record.called  # the loop waits for the copies of its own batches
     iterator._pipeline.mover.on_gpu = True
-    iterator._pipeline.in_use.moved = iterator._pipeline.admitted[0].moved  # interrupted as it is handed out
+    iterator._pipeline.in_use.moved = iterator._pipeline.batches_ahead[
+        0
+    ].moved  # interrupted as it is handed out
     iterator.close()
     assert record.call_args_list == [mock.call(rows, targets_only=True)] * 3
 
@@ -693,7 +695,7 @@ def test_memory_of_admissions_is_kept_until_rows_wait_for_their_step(monkeypatch
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream())
     iterator = iter(Prefetcher(batches(8), device="cpu"))
-    iterator._rows = WatchedRows()
+    iterator._decisions = WatchedRows()
     next(iterator)
     iterator._pipeline.in_use.requests.append((mock.Mock(finish=lambda *_, **__: None), request))
     del request

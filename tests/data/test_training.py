@@ -330,7 +330,7 @@ def test_delays_in_every_stream(storage: str, tmp_path: Path) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     torch.cuda.synchronize()
     user = torch.cuda.Stream()
-    streams = [user, *(stream_for(device, purpose) for purpose in ("rows", "records", "batches"))]
+    streams = [user, *(stream_for(device, purpose) for purpose in ("decisions", "moves", "batches"))]
     with torch.no_grad(), torch.cuda.stream(user):
         bad = torch.zeros((), dtype=torch.long, device="cuda")
         for n, batch in enumerate(prefetched):
@@ -348,7 +348,7 @@ def test_delays_in_every_stream_of_training(storage: str, tmp_path: Path) -> Non
     """Loops are left, and backward passes are those of earlier batches: memory is used for long."""
     chance, found = torch.Generator().manual_seed(3), []
     given = [[torch.randint(0, 500, (64,), generator=chance) for _ in range(12)] for _ in range(6)]
-    purposes = ("rows", "records", "batches", "files")
+    purposes = ("decisions", "moves", "batches", "files")
     streams = [stream_for(torch.device("cuda", torch.cuda.current_device()), name) for name in purposes]
     for is_prefetched in (True, False):
         path = tmp_path / f"{is_prefetched}.bed" if storage == "disk" else None

@@ -15,6 +15,7 @@ from typing import Any
 warnings.simplefilter("ignore")
 
 import torch  # noqa: E402
+import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 from triton import compile  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
@@ -26,7 +27,7 @@ from flatbed.kernels._triton import rows as row_kernels  # noqa: E402
 from flatbed.kernels._triton.coefficients import prepare_kernel  # noqa: E402
 from flatbed.kernels._triton.launch import element  # noqa: E402
 from flatbed.kernels._triton.row_step import step_rows_kernel  # noqa: E402
-from flatbed.kernels._triton.rows import mover_shape, power  # noqa: E402
+from flatbed.kernels._triton.rows import mover_shape  # noqa: E402
 from flatbed.kernels._triton.step import update_kernel  # noqa: E402
 
 TYPES = {
@@ -121,8 +122,8 @@ def row_step(name: str, dim: int, weight: Any, per_row: bool) -> None:
         FETCHED=not per_row,
         CACHED=dim == 128,
         DIM=dim,
-        COLUMNS=power(dim),
-        ROWS=512 // power(dim),
+        COLUMNS=triton.next_power_of_2(dim),
+        ROWS=512 // triton.next_power_of_2(dim),
     )
 
 

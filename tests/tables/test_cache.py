@@ -194,7 +194,7 @@ def prefetch(cache: Any, rows: Any, window: int) -> LookupBatch | None:
     keys = torch.as_tensor(rows, device=cache.device)
     found = cache.prefetch(keys, window=window, reservation=None)
     if keys.is_cuda:
-        torch.cuda.synchronize()  # a prefetcher decides in the stream "rows", and orders the moves after it
+        torch.cuda.synchronize()  # a prefetcher decides in "decisions", and orders the moves after it
     cache.issue_moves()
     return None if found is None else LookupBatch(keys.shape, *found[:2], cache, found[2])
 
@@ -355,7 +355,7 @@ def test_graphs_have_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_few_graphs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a size for each batch there would be no end of them."""
     index = decisions.CacheIndex(100, 100, policy="lru", device=CPU)
-    graphs, captured = decision_graphs.DecisionGraphs(index, torch.int32, "rows"), []
+    graphs, captured = decision_graphs.DecisionGraphs(index, torch.int32, "decisions"), []
     graphs._can_capture = True
 
     def capture(_: Any, kind: tuple[int, int], *__: Any) -> Any:
@@ -731,7 +731,7 @@ class Simulation:
         self.emb = made(N_ROWS, n_slots)
         self.cache, self.window = cache_of(self.emb), (depth + 1) * n_lookups - 1
         self.training = self.current = Stream()
-        self.streams = {"rows": Stream(), "records": Stream()}
+        self.streams = {"decisions": Stream(), "moves": Stream()}
         self.work: list[Work] = []
         self.moving: dict[int, set[int]] = {}
         self.memory: list[Tensor] = []  # kept, so that each address stands for one piece of memory
@@ -770,15 +770,15 @@ class Simulation:
         stream.before.add(len(self.work) - 1)
 
     def prefetch(self, lookups: list[Tensor]) -> None:
-        self.current, batches = self.streams["rows"], []
+        self.current, batches = self.streams["decisions"], []
         for keys in lookups:
             found = self.cache.prefetch(keys, window=self.window, reservation=None)
             if found is not None:
                 batches.append(LookupBatch(keys.shape, *found[:2], self.cache, found[2]))
         self.current = self.training
-        self.streams["records"].wait_stream(self.streams["rows"])
+        self.streams["moves"].wait_stream(self.streams["decisions"])
         self.cache.issue_moves()
-        self.pending.append((batches, self.streams["records"].record_event()))
+        self.pending.append((batches, self.streams["moves"].record_event()))
 
     def begin(self) -> None:
         batches, ready = self.pending.pop(0)
@@ -792,7 +792,7 @@ class Simulation:
     def leave(self) -> None:
         """Leave the loop: its batches end, and work on them goes on."""
         self.cache.prefetch_after(self.training)
-        self.cache.prefetch_after(self.streams["records"])
+        self.cache.prefetch_after(self.streams["moves"])
         self.pending, self.begun = [], []
 
     def conflicts(self) -> int:
@@ -840,7 +840,7 @@ def simulate(
             if not only_loops:
                 simulation.training.wait_stream(before)
         if is_ordered:
-            simulation.streams["rows"].wait_stream(simulation.training)
+            simulation.streams["decisions"].wait_stream(simulation.training)
         while len(simulation.pending) < depth + 1:
             simulation.prefetch([ids() for _ in range(n_lookups)])
         simulation.begin()
@@ -935,7 +935,7 @@ class TestOrder:
     def test_memory_of_the_last_batch_is_kept_for_its_step(
         self, is_left: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """And that of the two batches after it. A loop that goes on lets "rows" wait instead."""
+        """And that of the two batches after it. A loop that goes on lets "decisions" wait instead."""
         emb, stream, record, begin = made(N_ROWS, N_ROWS), Stream(), mock.Mock(), RowPrefetch.begin
         monkeypatch.setattr(LookupBatch, "record_stream", record)
         monkeypatch.setattr(RowPrefetch, "begin", lambda self, request, _: begin(self, request, stream))

@@ -148,6 +148,7 @@ def with_eager_steps(model: Model, optimizer: Any) -> None:
             model(ids.flip(0))
 
 
+@pytest.mark.filterwarnings("ignore:rows of .* are not prefetched")
 @pytest.mark.parametrize("how", [replayed, beside_a_prefetcher, with_eager_steps])
 @pytest.mark.parametrize("cache_rows", SIZES)
 def test_replays_are_steps(cache_rows: int, how: Callable[..., None]) -> None:
@@ -256,7 +257,10 @@ def with_delays(model: Model, optimizer: Any, *, depth: int, n_passes: int = 1) 
     """Random pauses in every stream, and an evaluation in the middle; `depth` 0 trains without them."""
     lookups = {model.items: lambda b: b, model.users: lambda b: [b, b.flip(0)]}
     device = torch.device("cuda", torch.cuda.current_device())
-    streams = [torch.cuda.current_stream(), *(stream_for(device, p) for p in ("rows", "records", "batches"))]
+    streams = [
+        torch.cuda.current_stream(),
+        *(stream_for(device, p) for p in ("decisions", "moves", "batches")),
+    ]
     chance = torch.Generator().manual_seed(depth)
 
     def over(given: list[Tensor]) -> Any:

@@ -72,11 +72,17 @@ def prefetched(model: Model, batches: list[Tensor]) -> flatbed.Prefetcher:
     return flatbed.Prefetcher(batches, {model.items: same, model.other: same}, depth=DEPTH)
 
 
+def prefetched_tables(step: Callable[[Any], Any]) -> list[flatbed.Table]:
+    """Those in whose prefetched rows the graph of a step looks up."""
+    assert isinstance(step, CapturedStep)
+    assert step._graph is not None
+    return [lookup.table for lookup in step._graph.lookups]
+
+
 def was_prefetched(step: Callable[[Any], Any], model: Model) -> bool:
     """The graph admits no rows, and rows are prefetched."""
-    assert isinstance(step, CapturedStep)
     caches: list[Any] = [table._store.cache for table in (model.items.table, model.other.table)]
-    return len(step._lookups) == 2 and not any(cache.has_unseen_replays for cache in caches)
+    return len(prefetched_tables(step)) == 2 and not any(cache.has_unseen_replays for cache in caches)
 
 
 @gpu
@@ -165,7 +171,7 @@ def test_one_table_that_is_not_prefetched() -> None:
     loader = flatbed.Prefetcher(batches, {model.items: lambda ids: ids}, depth=DEPTH)
     with pytest.warns(UserWarning, match="no more are prefetched"):
         losses = [float(step(ids)) for ids in loader]
-    assert step._lookups == []  # type: ignore[attr-defined]
+    assert prefetched_tables(step) == []
     check(model, losses, batches, "cuda")
 
 
@@ -177,7 +183,7 @@ def test_lookups_of_other_ids_in_the_step(kind: type[Model]) -> None:
     step = flatbed.capture(model.step, batches[0].cuda())
     with pytest.warns(UserWarning, match="no more are prefetched"):
         losses = [float(step(ids)) for ids in prefetched(model, [ids.clone() for ids in batches])]
-    assert step._lookups == []  # type: ignore[attr-defined]
+    assert prefetched_tables(step) == []
     expected = kind("cuda")
     assert losses == [float(expected.step(ids.cuda())) for ids in batches]
     for found, one in zip(model.everything(), expected.everything(), strict=True):
@@ -190,7 +196,7 @@ def test_a_table_without_a_cache_beside_one_that_is_prefetched(options: dict[str
     batches, model = drawn(24), Model("cuda", **{"cache_rows": None, **options})
     step = flatbed.capture(model.step)
     losses = [float(step(ids)) for ids in prefetched(model, batches)]
-    assert [one.table for one in step._lookups] == [model.other.table]  # type: ignore[attr-defined]
+    assert prefetched_tables(step) == [model.other.table]
     cache: Any = model.other.table._store.cache
     assert not cache.has_unseen_replays
     check(model, losses, batches, "cuda")
@@ -241,7 +247,7 @@ def test_bags_of_prefetched_ids() -> None:
         loader = flatbed.Prefetcher(batches, {bag: lambda ids: ids}) if captured else batches
         results.append([float(step(ids.cuda())) for ids in loader])
         if captured:
-            assert step._lookups  # type: ignore[attr-defined]
+            assert prefetched_tables(step)
         results.append(bag.read_rows(range(ROWS)))
     assert results[0] == results[2]
     assert torch.equal(results[1], results[3])
@@ -298,6 +304,24 @@ def test_what_a_replay_reads(kernel_device: str, monkeypatch: pytest.MonkeyPatch
     assert not load_captured(graph, given), "the graph uses another cache"
 
 
+def test_a_loop_over_rows_that_a_graph_admits_warns_once(kernel_device: str) -> None:
+    emb = flatbed.Embedding(ROWS, DIM, device=kernel_device, cache_rows=6 * N_IDS, shard=None)
+    flatbed.optim.SGD(emb, lr=0.1)
+    emb(drawn(1)[0]).sum().backward()
+    cache = emb.table._store.cache
+    assert cache is not None
+    cache.has_unseen_replays = True  # as a capture in the middle of training does
+    loader = flatbed.Prefetcher(drawn(4), {emb: lambda ids: ids}, depth=DEPTH)
+    with pytest.warns(UserWarning, match=r"Table\(.*not prefetched: a captured CUDA graph") as found:
+        assert not any(emb.table._prefetched for _ in loader)
+    assert len(found) == 1
+    assert found[0].filename == __file__
+    for _ in loader:  # no second warning, which would be an error
+        pass
+    emb.table.set_cache(cache_rows=8 * N_IDS)
+    assert all(emb.table._prefetched for _ in loader)
+
+
 @pytest.mark.usefixtures("capturing")
 def test_lookups_that_stay_in_the_graph(kernel_device: str) -> None:
     """Parts of the ids, ids that were not prefetched, and tables without a cache."""
@@ -305,7 +329,7 @@ def test_lookups_that_stay_in_the_graph(kernel_device: str) -> None:
     flatbed.optim.SGD(emb, lr=0.1)
     static = torch.zeros(N_IDS, dtype=torch.int64, device=kernel_device)
 
-    def looked_up(found: lookup.LookupCapture, ids: Any) -> Any:
+    def looked_up(found: lookup.CaptureContext, ids: Any) -> Any:
         return found.lookup(emb.table, ids, found.position_of(ids))
 
     for ids in flatbed.Prefetcher(drawn(2), {emb: lambda ids: ids}, depth=DEPTH):

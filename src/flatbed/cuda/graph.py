@@ -50,7 +50,7 @@ class Graph:
         """Raise DriverError or RuntimeError if the capture fails; nothing has run then."""
         self._device, self._driver = device, driver()
         # No other work of the package is in this stream. Kernels keep its high priority.
-        stream = stream_for(device, "decisions")
+        stream = stream_for(device, "graphs")
         with (
             capture_lock,
             torch.cuda.stream(stream),

@@ -6,27 +6,27 @@ Streams of one device
 |---|---|---|
 | training: the user's current stream | lookups, their admissions, backward passes, steps | training thread |
 | "batches" | copies of batches, and of rows of a `RowReader` | loader thread; that of the reader |
-| "rows" | admissions ahead of time: decisions; copies of batches that this thread loads | training thread |
-| "records" | admissions ahead of time: moves of records | training thread |
+| "decisions" | prefetches: which rows get which slots; copies of batches loaded here | training thread |
+| "moves" | prefetches: moves of records | training thread |
 | "files" | decisions on rows of disk tables, copies and checksums of their records | second loader thread |
 | "counts" | counts of changed rows in the cache of a disk table | any thread |
 | "scan" | blocks of a table for `topk`, which begins with an idle GPU | training thread |
 | "captures" | warm-up and capture of `flatbed.capture` | training thread |
-| "decisions" | none: graphs of decisions are captured there (`cuda.graph`) | training thread |
+| "graphs" | none: graphs of decisions are captured in it (`cuda.graph`) | training thread |
 
 Events between them, and the reason for each
 
 | event | waits for it | reason |
 |---|---|---|
-| `MovedBatch.arrived`, after the copies of a batch | "rows", "files" | admissions read its ids |
-| "rows", after the decisions on a batch, of all tables | "records" | they name the records to move |
+| `MovedBatch.arrived`, after the copies of a batch | "decisions", "files" | admissions read its ids |
+| "decisions", after the decisions on a batch, of all tables | "moves" | they name the records to move |
 | `PendingBatch.ready`, after copies, decisions and moves | training | the step reads batch and slots |
-| `earlier_steps`: training, at each `next` of a loop | "rows" | an admission may evict rows of those steps |
-| `earlier_steps` | "rows" | earlier work may use the memory that a batch is copied to |
+| `earlier_steps`: training, at each `next` of a loop | "decisions" | a prefetch may evict their rows |
+| `earlier_steps` | "decisions" | earlier work may use the memory that a batch is copied to |
 | `earlier_steps` | loader thread, on the host | copies follow earlier steps: few batches are on the device |
-| "records", at work on rows that `GpuCache.protects` does not cover | training | admissions may move them |
-| training, at such work | "rows" | the next admission may evict these rows |
-| `Reservation.ready`, after records were copied to the device | "rows" | the lookup reads them |
+| "moves", at work on rows that `GpuCache.protects` does not cover | training | admissions may move them |
+| training, at such work | "decisions" | the next admission may evict these rows |
+| `Reservation.ready`, after records were copied to the device | "decisions" | the lookup reads them |
 | `HostCopyCache._last`, after an access | "files", training | the next access sees its records |
 | training, at `RowPrefetch.finish` | "files", training | the next access may evict the released rows |
 | the loader's stream, before copies | "batches" | the loader made tensors of the batch on a GPU |
@@ -42,22 +42,22 @@ by `PendingCopy`. The next admission waits for the writer thread (`WriteBehind.f
 `record_stream` tells torch's allocator of memory that another stream uses. Each call costs later allocations
 a query of the GPU, 50 to 70 µs per step on a slow host. So batches that the training thread loads have none:
 
-- Their memory is allocated in the training stream, as if the loop had made them. The copies in "rows" are
-  ordered after the allocation (`earlier_steps`), and the step after the copies (`ready`).
-- Memory of a `GpuCache`'s admissions is allocated in "rows", or belongs to a graph that is replayed there. A
-  `next` lets "rows" wait for the last step, and then frees the memory of that step's admissions. The step
-  had waited for the moves in "records".
+- Their memory is allocated in the training stream, as if the loop had made them. The copies in "decisions"
+  are ordered after the allocation (`earlier_steps`), and the step after the copies (`ready`).
+- Memory of a `GpuCache`'s admissions is allocated in "decisions", or belongs to a graph that is replayed
+  there. A `next` makes "decisions" wait for the last step, and then frees the memory of that step's
+  admissions. The step had waited for the moves in "moves".
 
 Other memory needs it: batches that a loader thread allocates in "batches", for training; their ids, or those
-of a list of GPU tensors, for "rows" and "files"; decisions of "files", for training; batches of a loop that
-uses several streams; what a loop that is left has in flight; blocks of `topk`, rows of a `RowReader`, and
-coefficients of an optimizer that is used in another stream. Staging memory is pinned by torch's allocator,
-which keeps a block until its copy is done.
+of a list of GPU tensors, for "decisions" and "files"; decisions of "files", for training; batches of a loop
+that uses several streams; what a loop that is left has in flight; blocks of `topk`, rows of a `RowReader`,
+and coefficients of an optimizer that is used in another stream. Staging memory is pinned by torch's
+allocator, which keeps a block until its copy is done.
 
 CUDA graphs of the user are captured in the user's stream. Once a graph has captured a lookup with its
 admission, the table's rows are no longer prefetched to the GPU: see `tables.cache.gpu`. Graphs of the
-decisions on an admission (`DecisionGraphs`) are replayed in "rows", or in "files" for tables on disk. Their
-kernels have the high priority of the stream "decisions", where they are captured.
+decisions on an admission (`DecisionGraphs`) are replayed in "decisions", or in "files" for tables on disk.
+Their kernels have the high priority of the stream "graphs", in which they are captured.
 
 Locks, in the order in which a thread may take them (`LOCK_ORDER`)
 
@@ -86,7 +86,7 @@ import torch
 
 from flatbed.cuda import driver
 
-HIGH_PRIORITY = ("records", "files", "scan", "decisions")  # short kernels that other work waits for
+HIGH_PRIORITY = ("moves", "files", "scan", "graphs")  # short kernels that other work waits for
 
 LOCK_ORDER = (
     "layout",

@@ -170,7 +170,7 @@ class HostBatch:
     leaves: list[Any] = field(default_factory=list)
     """Its leaves, each once."""
     of_arrays: set[int] = field(default_factory=set)
-    """The ids of tensors that were arrays. Their memory counts as not pinned: to ask CUDA takes 10 µs."""
+    """The `id()` of tensors that were arrays. Their memory counts as not pinned: asking CUDA takes 10 µs."""
 
 
 @dataclass(slots=True, eq=False)
@@ -179,7 +179,7 @@ class MovedBatch:
 
     batch: Any
     tensors: dict[int, Tensor]
-    """Tensors on the device, by the id of their host tensor."""
+    """Tensors on the device, by the `id()` of their host tensor."""
     has_objects: bool
     """The batch may have objects that are to be moved by their own `to`."""
     targets: list[Tensor] = field(default_factory=list)

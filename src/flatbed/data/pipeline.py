@@ -111,7 +111,8 @@ class Pipeline:
     ) -> None:
         self.batches: Iterator[Any] = batches
         self.lookups, self.mover, self.depth, self.ranks = lookups, mover, depth, ranks
-        self.admitted: deque[PendingBatch] = deque()
+        self.batches_ahead: deque[PendingBatch] = deque()
+        """Batches that the training thread has taken, and not handed out."""
         self.in_use: PendingBatch | None = None
         self.is_threaded = self.is_closed = False
         self.is_in_next = False
@@ -236,8 +237,8 @@ class Pipeline:
         self.permit(None)
 
     def permit(self, earlier_steps: Any) -> None:
-        """Let the threads load so many batches that `depth` batches are ahead, after the event given."""
-        for _ in range(self.depth - self.n_permits - len(self.admitted)):
+        """Let the threads load until `depth` batches are ahead. Copies wait for the event given."""
+        for _ in range(self.depth - self.n_permits - len(self.batches_ahead)):
             self.n_permits += 1
             self.permits.put(earlier_steps)
 
@@ -260,13 +261,13 @@ class Pipeline:
             self._leave(self.in_use)
         with suppress(IndexError):
             while True:
-                self._leave(self.admitted.popleft())
+                self._leave(self.batches_ahead.popleft())
 
     def _leave(self, pending: PendingBatch) -> None:
         """Finish a batch whose copies, moves or step may go on."""
         pending.finish(is_left=True)
         if pending.moved is not None and self.mover.on_gpu and self.depth:  # it was not handed out
-            pending.moved.record_stream(stream_for(self.mover.device, "rows"), targets_only=True)
+            pending.moved.record_stream(stream_for(self.mover.device, "decisions"), targets_only=True)
 
     def join(self, seconds: float) -> None:
         """Wait for the threads, at most so long; never for the thread that calls this."""
@@ -315,10 +316,10 @@ class PrefetchIterator(Iterator[Any]):
         self._pipeline = pipeline
         self._end: End | None = None
         mover = pipeline.mover
-        self._rows = self._records = None
+        self._decisions = self._moves = None
         if mover.on_gpu and pipeline.depth:
-            self._rows, self._records = (stream_for(mover.device, name) for name in ("rows", "records"))
-        self._in_rows: Any = nullcontext() if self._rows is None else InStream(self._rows)
+            self._decisions, self._moves = (stream_for(mover.device, name) for name in ("decisions", "moves"))
+        self._in_decisions: Any = nullcontext() if self._decisions is None else InStream(self._decisions)
         self._streams: dict[int, torch.cuda.Stream] = {}  # those of the loop so far, by id: mostly one
         self._close = weakref.finalize(self, pipeline.close)
         _open.add(self)
@@ -331,7 +332,7 @@ class PrefetchIterator(Iterator[Any]):
         return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call,unused-ignore]
 
     @cached_property
-    def _decided(self) -> torch.cuda.Event:
+    def _decisions_done(self) -> torch.cuda.Event:
         return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call,unused-ignore]
 
     def __next__(self) -> Any:
@@ -342,33 +343,33 @@ class PrefetchIterator(Iterator[Any]):
                 raise StopIteration
             if pipeline.settings is None:
                 pipeline.settings = thread_settings()  # here, since streams set the current GPU
-            finished: list[Any] = []  # keeps the memory of admissions until "rows" waits for their step
+            finished: list[Any] = []  # keeps the memory of admissions until "decisions" waits for their step
             if pipeline.in_use is not None:
                 finished += pipeline.in_use.requests
                 pipeline.in_use.finish()
             if pipeline.ranks is not None:
                 pipeline.ranks.begin()
             taken = self._take_batches()
-            if self._rows is not None:
-                stream = torch.cuda.current_stream(self._rows.device_index)
+            if self._decisions is not None:
+                stream = torch.cuda.current_stream(self._decisions.device_index)
                 earlier_steps = self._earlier_steps
                 if pipeline.is_threaded:  # loader threads wait for it later
                     earlier_steps = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call,unused-ignore]
                 earlier_steps.record(stream)  # after the memory of batches was allocated in this stream
-                self._rows.wait_event(earlier_steps)
+                self._decisions.wait_event(earlier_steps)
                 self._streams.setdefault(stream.stream_id, stream)
                 for other in self._streams.values() if len(self._streams) > 1 else ():
-                    self._rows.wait_stream(other)
+                    self._decisions.wait_stream(other)
             finished.clear()
             if taken:
-                with self._in_rows:
+                with self._in_decisions:
                     for pending in taken:
                         self._admit(pending)
-            if pipeline.is_closed or not pipeline.admitted:  # another thread may close, or the loader
+            if pipeline.is_closed or not pipeline.batches_ahead:  # another thread may close, or the loader
                 self._raise_end()
             if pipeline.ranks is not None:
                 pipeline.ranks.take_batch()
-            pending = pipeline.in_use = pipeline.admitted.popleft()
+            pending = pipeline.in_use = pipeline.batches_ahead.popleft()
             assert pending.moved is not None
             if stream is not None:
                 stream.wait_event(pending.ready)
@@ -414,11 +415,11 @@ class PrefetchIterator(Iterator[Any]):
                 pipeline.start()
             found: PendingBatch | End
             if pipeline.is_threaded:
-                if not pipeline.n_permits or (pipeline.admitted and pipeline.results.empty()):
+                if not pipeline.n_permits or (pipeline.batches_ahead and pipeline.results.empty()):
                     break
                 pipeline.n_permits -= 1
                 found = pipeline.results.get()
-            elif len(pipeline.admitted) <= pipeline.depth:
+            elif len(pipeline.batches_ahead) <= pipeline.depth:
                 try:
                     found = pipeline.load(None)
                 except Exception as error:  # raised after the batches before it
@@ -428,44 +429,45 @@ class PrefetchIterator(Iterator[Any]):
             if isinstance(found, End):
                 self._end = found
             else:
-                pipeline.admitted.append(found)
+                pipeline.batches_ahead.append(found)
                 taken.append(found)
         return taken
 
     def _admit(self, pending: PendingBatch) -> None:
-        """Admit the rows of a batch in the current stream, "rows", after the copies of the ids.
+        """Admit the rows of a batch in the current stream, "decisions", after the copies of the ids.
 
-        Batches that were loaded in this thread are copied in that stream, too. Records move in "records".
+        Batches that were loaded in this thread are copied in that stream, too. Records move in "moves".
         """
-        rows, records, moved = self._rows, self._records, pending.moved
+        decisions, moves, moved = self._decisions, self._moves, pending.moved
         assert moved is not None
         moved.issue_copies()
         pending.ready = moved.arrived
-        if rows is not None and pending.requests and moved.arrived is not None:
-            rows.wait_event(moved.arrived)
+        if decisions is not None and pending.requests and moved.arrived is not None:
+            decisions.wait_event(moved.arrived)
         try:
             for prefetch, request in pending.requests:
-                for tensor in request.tensors if rows is not None else ():
+                for tensor in request.tensors if decisions is not None else ():
                     if moved.arrived is not None or tensor.is_cuda:  # not allocated by `load` in this thread
-                        moved.tensors[id(tensor)].record_stream(rows)  # type: ignore[arg-type,unused-ignore]
+                        moved.tensors[id(tensor)].record_stream(decisions)  # type: ignore[arg-type,unused-ignore]
                 prefetch.admit(request, moved.tensors)
         finally:
-            if rows is not None and records is not None and pending.requests:
-                self._decided.record(rows)  # also the copies, and caches that move no records in "records"
-                records.wait_event(self._decided)
+            if decisions is not None and moves is not None and pending.requests:
+                # Also after the copies, and after caches that move no records in "moves".
+                self._decisions_done.record(decisions)
+                moves.wait_event(self._decisions_done)
             for prefetch, request in pending.requests:
                 prefetch.issue_moves(request)
-            if records is not None and pending.requests:
-                pending.ready = records.record_event()
-            elif rows is not None and pending.ready is None:
-                pending.ready = rows.record_event()
+            if moves is not None and pending.requests:
+                pending.ready = moves.record_event()
+            elif decisions is not None and pending.ready is None:
+                pending.ready = decisions.record_event()
 
     def _fail(self, error: BaseException) -> None:
         """Close, and let the loader thread tell other ranks the reason."""
-        if self._rows is not None and self._records is not None:
-            # Nothing may hold the memory of the last admissions, which "rows" then uses again.
-            for stream in (self._records, *self._streams.values()):
-                self._rows.wait_stream(stream)
+        if self._decisions is not None and self._moves is not None:
+            # Possibly nothing holds the memory of the last admissions any more: "decisions" may use it again.
+            for stream in (self._moves, *self._streams.values()):
+                self._decisions.wait_stream(stream)
         if self._pipeline.ranks is not None:
             self._pipeline.ranks.reason = reason_of(error)
         self._pipeline.close()

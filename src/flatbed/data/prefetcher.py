@@ -107,7 +107,7 @@ class Prefetcher:
         self._channel = common_channel([*self._selectors])
         self._device = device
         self._pinned: list[Any] | None = None
-        self._is_read = False
+        self._is_exhausted = False
         """True once a loader that can be read once has ended."""
         self._previous: Pipeline | None = None
         _ = self.device  # raises for wrong devices
@@ -145,7 +145,7 @@ class Prefetcher:
         batches: Iterator[Any] = iter(self.loader)
         if batches is not self.loader:
             return batches
-        if self._is_read:  # an epoch without batches would pass for training
+        if self._is_exhausted:  # an epoch without batches would pass for training
             raise FlatbedError(
                 f"an earlier loop has read the loader to its end, or to an error, and a "
                 f"{type(batches).__name__} can be read once: give a list, a DataLoader or another object "
@@ -155,12 +155,12 @@ class Prefetcher:
 
     def _read_once(self, batches: Iterator[Any]) -> Iterator[Any]:
         is_generator = isinstance(batches, Generator)  # it also ends by an error
-        self._is_read = is_generator
+        self._is_exhausted = is_generator
         for batch in batches:  # a generator of the user is not closed with this one
-            self._is_read = False
+            self._is_exhausted = False
             yield batch
-            self._is_read = is_generator
-        self._is_read = True
+            self._is_exhausted = is_generator
+        self._is_exhausted = True
 
 
 def _may_reuse(loader: Iterable[Any]) -> bool:

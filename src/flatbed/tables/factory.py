@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from flatbed.errors import FlatbedError
 from flatbed.kernels import RecordLocation, use_triton
 from flatbed.kernels.cache import CacheIndex
 from flatbed.tables import initializers
+from flatbed.tables.cache.base import Cache
 from flatbed.tables.cache.gpu import GpuCache
 from flatbed.tables.cache.host_copy import HostCopyCache
 from flatbed.tables.cache.write_behind import MemoryWriter, WriteBehind
@@ -20,9 +21,6 @@ from flatbed.tables.config import Config
 from flatbed.tables.record import Record
 from flatbed.tables.storage.base import CPU, Fill, MemoryStorage, Storage, device_storage, host_storage
 from flatbed.tables.storage.disk import DiskStorage, ReadOnlyStorage
-
-Cache: TypeAlias = GpuCache | HostCopyCache
-"""Records of hot rows on the computing device, which never change a result."""
 
 DEFAULT_BATCHES = 4  # that a cache of the default size holds
 WARM_ROWS = 1 << 16  # that `warm` admits at once

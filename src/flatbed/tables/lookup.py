@@ -73,7 +73,7 @@ def prepare_lookup(
         on_checked = partial(checks.add, given, first_error, n_rows=n_rows, offset=int(lead is not None))
     cache = store.ensure_cache(keys.numel()) if records_grad else None
     sought = keys if lead is None else _with_lead(keys, lead)
-    if cache is not None:  # a `GpuCache` calls `on_checked` before rows move: `step` waits for no bus
+    if cache is not None:  # a `GpuCache` checks ids before rows move: the next step need not wait for the bus
         found, admission = cache.admit(sought, first_error, on_checked)
     else:
         found, admission = unique(sought, n_rows, first_error), None
@@ -119,7 +119,7 @@ def _is_same_memory(ids: Tensor, own: Tensor) -> bool:
 
 
 def version_of(ids: Tensor) -> int:
-    """Return how often torch has changed the memory of ids."""
+    """Return torch's version counter of ids, which counts changes in place; -1 for an inference tensor."""
     return -1 if ids.is_inference() else ids._version
 
 
@@ -193,7 +193,7 @@ def _check_capture(table: Table, ids: Tensor) -> None:
         )
 
 
-# ---- prefetched rows in CUDA graphs: a replay reads from the same memory which rows its ids are
+# ---- prefetched rows in CUDA graphs: every replay reads its unique rows from the same memory
 
 
 @dataclass(slots=True, eq=False)
@@ -208,13 +208,13 @@ class CapturedLookup:
 
 
 @dataclass(slots=True, eq=False)
-class LookupCapture:
-    """A step that runs on the inputs of a graph, and the leaves of a batch that these stand for."""
+class CaptureContext:
+    """One warm-up or capture of a step: the inputs of the graph, and the leaves that were copied to them."""
 
     inputs: list[Tensor]
     leaves: list[Tensor]
     versions: list[int]
-    """Those of the inputs at first: an input that the step changes stands for no leaf."""
+    """Those of the inputs at the start: an input that the step has changed no longer stands for its leaf."""
     uses_prefetched: bool
     """False if all rows are to be admitted inside of the graph."""
     lookups: list[CapturedLookup] = field(default_factory=list)
@@ -254,16 +254,16 @@ class LookupCapture:
         return batch
 
 
-_capture: LookupCapture | None = None
+_capture: CaptureContext | None = None
 
 
 @contextmanager
 def lookups_in_capture(
     inputs: list[Tensor], leaves: list[Tensor], *, uses_prefetched: bool = True
-) -> Iterator[LookupCapture]:
-    """Let lookups of inputs in the body use the prefetched rows of leaves, unless that is not wanted."""
+) -> Iterator[CaptureContext]:
+    """In the body, lookups of inputs use the rows that were prefetched for leaves, if `uses_prefetched`."""
     global _capture
-    _capture = LookupCapture(inputs, leaves, [*map(version_of, inputs)], uses_prefetched)
+    _capture = CaptureContext(inputs, leaves, [*map(version_of, inputs)], uses_prefetched)
     try:
         yield _capture
     finally:
@@ -310,12 +310,13 @@ def load_captured(lookups: list[CapturedLookup], leaves: list[Tensor]) -> bool:
         if batch.cache is not own:
             return False
         copy_results_(lookup.batch.unique, batch.unique)
-        batches.append((own, batch))
+        batches.append(batch)
     for lookup in lookups:
         if lookup.table._deferred_checks.pending:  # of ids on a GPU that were not prefetched
             lookup.table._raise_bad_ids()
-    for own, batch in batches:  # after all admissions: one may have ended the protection of another batch
-        own.location_for(batch)
+    for batch in batches:  # after all admissions: one may have ended the protection of another batch
+        assert batch.cache is not None
+        batch.cache.location_for(batch)
     return True
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -16,14 +17,11 @@ from flatbed.distributed.row_shards import Exchanged
 from flatbed.errors import FlatbedError
 from flatbed.kernels import use_triton
 from flatbed.kernels.rows import key_dtype, unique
-from flatbed.tables.cache.base import LookupBatch
+from flatbed.tables.cache.base import Cache, LookupBatch
 from flatbed.tables.cache.host_copy import HostCopyCache, Reservation
 from flatbed.tables.ids import as_ids, check_range
 from flatbed.tables.lookup import version_of
 from flatbed.tables.table import Table
-
-if TYPE_CHECKING:
-    from flatbed.tables.cache.gpu import GpuCache
 
 READ_ROWS = 1024  # read from disk at once, on a CPU: the training thread may have to wait for it
 
@@ -45,7 +43,7 @@ class LookupRequest:
     reserved: tuple[HostCopyCache, Reservation] | None = None
     """The cache of a disk table, and the reservation of the rows in it."""
     admitted: LookupBatch | None = None
-    """The rows of this rank that were admitted. They keep the memory of the admission while it is in use."""
+    """The rows of this rank that were admitted. Holding them keeps the memory of the admission."""
     batch: LookupBatch | None = None
     """The prefetched lookup: that of `admitted`, unless the table is sharded."""
 
@@ -59,7 +57,7 @@ class PrefetchRequest:
     """The tensors that `RowPrefetch.admit` needs on the computing device."""
     is_in_range: bool = True
     """False if ids were out of range when they were checked."""
-    cache: GpuCache | HostCopyCache | None = None
+    cache: Cache | None = None
     """The cache that the rows are admitted to."""
 
 
@@ -177,6 +175,14 @@ class RowPrefetch:
         cache = None
         if self._admits and n_ids and request.is_in_range:
             cache = request.cache = self.store.ensure_cache(n_ids, n_batches=self.depth + 1)
+        if cache is not None and cache.has_unseen_replays and not cache.has_warned:
+            cache.has_warned = True
+            warnings.warn(
+                f"rows of {self.table!r} are not prefetched: a captured CUDA graph uses them, and the host "
+                "does not know when. To prefetch again, call set_cache, and capture the training step by "
+                "flatbed.capture in a loop over a Prefetcher",
+                stacklevel=4,
+            )
         # Keeps the batch that is handed out next, and all between it and this lookup.
         window = (self.depth + 1) * len(lookups) - 1
         for lookup in lookups:
@@ -240,7 +246,7 @@ class RowPrefetch:
 
         A reservation ends after the training work issued so far. (A `GpuCache` has windows instead.) The
         request still holds the memory of its admissions. If the loop `is_left`, no later `next` orders
-        "rows" after the last use of that memory, so `record_stream` keeps it.
+        "decisions" after the last use of that memory, so `record_stream` keeps it.
         """
         if self.store._is_forked:  # threads and reservations are the parent's
             return
@@ -262,13 +268,13 @@ class RowPrefetch:
             lookup.reserved = None  # last: an interruption would keep the rows for good
 
     def _keep_memory(self, request: PrefetchRequest) -> None:
-        """Keep the memory of admissions until the streams other than "rows" have used it.
+        """Keep the memory of admissions until the streams other than "decisions" have used it.
 
-        Steps may also use that of earlier batches, with gradients that were accumulated.
+        Accumulated gradients may refer to admissions of earlier batches, too.
         """
         streams = [] if self._training_stream is None else [self._training_stream]
         if self.store.device.type == "cuda":
-            streams.append(stream_for(self.store.device, "records"))
+            streams.append(stream_for(self.store.device, "moves"))
         found = [batch for lookup in request.lookups for batch in (lookup.batch, lookup.admitted)]
         batches = dict.fromkeys(batch for batch in found if batch is not None)
         caches = dict.fromkeys([self.store.cache, *[batch.cache for batch in batches]])

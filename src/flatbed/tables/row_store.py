@@ -17,12 +17,11 @@ from torch import Tensor
 from flatbed.cuda.streams import OrderedLock, is_capturing, synchronize
 from flatbed.errors import FlatbedError
 from flatbed.kernels import RecordLocation
-from flatbed.tables.cache.base import LookupBatch
+from flatbed.tables.cache.base import Cache, LookupBatch
 from flatbed.tables.cache.host_copy import HostCopyCache
 from flatbed.tables.config import Config, check_device
 from flatbed.tables.factory import (
     DEFAULT_BATCHES,
-    Cache,
     build_cache,
     create_storage,
     location_of,

@@ -23,7 +23,6 @@ from flatbed.kernels._triton.rows import (
     field,
     has_clusters,
     mover_shape,
-    power,
     result_sizes,
     unique,
 )
@@ -84,7 +83,10 @@ def keep_kernel(rows_ptr, slot_of_row_ptr, stamp_ptr, clock_ptr, n, BLOCK: tl.co
 def sample_victim(
     best, least, offset, tick, floor, open_, n_slots, stamp_ptr, frequency_ptr, FREQUENCY: tl.constexpr,
 ):  # fmt: skip
-    """Return the slot with the lowest score of four random ones and the best so far; -1 if all are kept."""
+    """Return the slot with the lowest score among four random ones and `best`, and its score.
+
+    Slots that are kept are no candidates: `best` is -1 if there was none so far.
+    """
     drawn = tl.randint4x(tick, offset)
     for k in tl.static_range(4):
         slot = (drawn[k].to(tl.uint32, bitcast=True).to(tl.int64)) % n_slots
@@ -343,8 +345,8 @@ def decide(
 ) -> Decisions:
     """Find the unique rows of keys, and give a slot to each missing one. Writes the index, moves no record.
 
-    `index.moving` is True after that, unless there are no keys. `admit` issues the moves, or `GpuCache`
-    queues the decisions, and resets it. `HostCopyCache` does not use it.
+    Sets `index.moving`, unless there are no keys. `admit` resets it once the moves are issued, and `GpuCache`
+    once they are queued. `HostCopyCache` never reads it.
     """
     n, device, n_rows = keys.numel(), keys.device, index.slot_of_row.numel()
     out = out or Decisions.allocate(n, device)
@@ -397,7 +399,7 @@ def _fill_kernel(stride: int, device: torch.device, shape: MoverShape | None) ->
     in_clusters = device.type == "cuda" and has_clusters(device)
     shape = shape or mover_shape(stride, both_ways=True, in_clusters=in_clusters)
     words = stride // 8
-    constants = stride, words, min(power(words), MAX_COLUMNS), shape.rows
+    constants = stride, words, min(triton.next_power_of_2(words), MAX_COLUMNS), shape.rows
     kernel = Kernel(fill_and_write_back_kernel, *constants, num_warps=shape.warps, num_ctas=shape.ctas)
     return shape, kernel
 
@@ -426,5 +428,5 @@ def lookup(location: RecordLocation, ids: Tensor, dim: int, dtype: torch.dtype, 
 
 @functools.cache
 def _lookup(stride: int, dtype: torch.dtype, dim: int) -> tuple[int, Kernel]:
-    at_once = max(1, 1024 // power(dim))
-    return at_once, Kernel(lookup_kernel, stride, TYPES[dtype], dim, power(dim), at_once)
+    at_once = max(1, 1024 // triton.next_power_of_2(dim))
+    return at_once, Kernel(lookup_kernel, stride, TYPES[dtype], dim, triton.next_power_of_2(dim), at_once)

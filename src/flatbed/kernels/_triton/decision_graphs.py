@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -16,9 +17,10 @@ from flatbed.kernels import UniqueRows
 from flatbed.kernels._triton import cache
 from flatbed.kernels.cache import CacheIndex
 
-N_EAGER = 4  # admissions of so many keys before their decisions are captured
-MAX_KINDS = 64  # numbers of keys that are counted
-MAX_GRAPHS, MAX_BYTES, KEY_BYTES = 16, 1 << 28, 68  # graphs, their memory, and that of a key, at most
+N_EAGER = 4  # decisions of one kind, which is a number of keys and a window, before a graph is captured
+MAX_KINDS = 64  # that are counted
+MAX_GRAPHS, MAX_BYTES = 16, 1 << 28  # of one cache
+KEY_BYTES = 68  # that a graph takes for each key, at most
 
 
 class DecisionGraphs:
@@ -73,7 +75,7 @@ class DecisionGraphs:
         """Decide in the current stream. Returns False, and uses no graphs any more, if nothing has run."""
         try:
             graph.replay(ids)
-        except GraphError as error:
+        except DriverError as error:
             self._stop(error)
             return False
         return True
@@ -90,23 +92,19 @@ class DecisionGraphs:
     def _capture(self, kind: tuple[int, int]) -> DecisionGraph | None:
         try:
             graph = DecisionGraph(self._index, kind, self._dtype, self._purpose)
-        except GraphError as error:
+        except (DriverError, RuntimeError) as error:
             self._stop(error)
             return None
         self._graphs.append(graph)
         return graph
 
-    def _stop(self, error: GraphError) -> None:
+    def _stop(self, error: Exception) -> None:
         self._can_capture = False
         self._graphs = []
         warnings.warn(
             f"a CUDA graph could not be used ({error}): prefetching goes on, and takes the host longer",
             stacklevel=3,
         )
-
-
-class GraphError(Exception):
-    """A graph could not be captured or replayed. Nothing has run."""
 
 
 class DecisionGraph:
@@ -123,10 +121,8 @@ class DecisionGraph:
                 self.out = out = cache.Decisions.allocate(n, device, dtype)
                 self._keys = cast(Tensor, out.keys)
                 self._graph = Graph(lambda: cache.decide(index, self._keys, window, out=out), device, purpose)
-        except (DriverError, RuntimeError) as error:
-            raise GraphError(error) from error
         finally:
-            index.moving = False
+            index.moving = False  # nothing has run
 
     @property
     def is_free(self) -> bool:
@@ -142,14 +138,13 @@ class DecisionGraph:
         self._index.moving = True
         try:
             self._graph.replay()
-        except DriverError as error:
+        except DriverError:  # nothing has run
             self._index.moving = False
-            raise GraphError(error) from error
+            raise
 
     def lend(self) -> cache.Decisions:
         """Return the decisions. The graph is not free while their unique rows are referred to."""
-        found = self.out.found
-        lent = UniqueRows(found.rows, found.inverse, found.order, found.starts, found.rank)
+        lent = replace(self.out.found)
         self._user = weakref.ref(lent)
         return self.out._replace(found=lent)
 

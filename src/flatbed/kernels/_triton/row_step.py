@@ -15,7 +15,7 @@ from torch import Tensor
 from flatbed.kernels import RecordLocation
 from flatbed.kernels._triton.coefficients import COLUMNS, GROUP, LINE, SCALARS, SKIP, STEPS, Coefficients
 from flatbed.kernels._triton.launch import TYPES, Kernel, element
-from flatbed.kernels._triton.rows import field, located, power, sum_squares, tile
+from flatbed.kernels._triton.rows import field, located, sum_squares, tile
 from flatbed.kernels._triton.step import load_as, load_line, load_state, update_elements
 from flatbed.kernels.step import StepOptions
 from flatbed.rule import Group, Rule
@@ -187,7 +187,7 @@ def _step_kernel(
     rule: Rule, layout: TableLayout, stochastic: bool, staged: bool, fetched: bool, cached: bool
 ) -> tuple[int, Kernel]:
     record, weight = layout.record, layout.record.weight
-    columns = power(weight.count)
+    columns = triton.next_power_of_2(weight.count)
     n_rows = tile(columns, 512)
     compute = torch.promote_types(weight.dtype, torch.float32)
     state = next((record[name].dtype for name in rule.state if name in record), weight.dtype)

@@ -36,11 +36,6 @@ MOST_BYTES, MOST_ROWS = 1 << 16, 256  # that a CTA has in flight
 MAX_COLUMNS = 512  # words of a record in flight; longer records are moved in several parts
 
 
-def power(n: int) -> int:
-    """Return the least power of two that is at least n."""
-    return 1 << (n - 1).bit_length()
-
-
 def tile(columns: int, elements: int) -> int:
     """Return how many rows a program has in flight at once."""
     return max(1, min(32, elements // columns))
@@ -50,15 +45,16 @@ def tile(columns: int, elements: int) -> int:
 def mover_shape(nbytes: int, *, both_ways: bool = False, in_clusters: bool = False) -> MoverShape:
     """Return the shape for records of so many bytes, which are read, written, or both at once.
 
-    A few programs with many records in flight saturate the bus, and leave the other SMs to the model.
-    `tests.scripts.measure_movers` compares them with 96 and more programs of 4 warps. Matrix products are not
-    told to leave SMs to them: that would change how products are rounded, and gained nothing measurable.
+    A few programs with many records in flight saturate the bus, and leave the other SMs to the model. On an
+    H200 they have 0.99 to 1.01 of the speed of 96 and more programs of 4 warps, for records of 64 B to 4 KB
+    (`python -m tests.scripts.measure_movers`, commit 7491ebb). cuBLAS is not told to leave SMs to them: it
+    would choose other kernels, which round differently, and steps were not measurably faster.
 
     `in_clusters`: each program is a cluster of two CTAs, unless records are small and soon moved. Matrix
     products and convolutions of an H200 run in clusters of two, too: four single CTAs take eight SMs from
     them, and two clusters take four.
     """
-    size = min(power(nbytes), 8 * MAX_COLUMNS)
+    size = min(triton.next_power_of_2(nbytes), 8 * MAX_COLUMNS)
     n_rows = min(MOST_ROWS, MOST_BYTES // size)
     warps, ctas = 16 if both_ways else 32, 2 if in_clusters and size >= 512 else 1
     return MoverShape(MOVERS // ctas, warps, n_rows * ctas, ctas)
@@ -325,7 +321,7 @@ def segment_sum(grads: Tensor, found: UniqueRows, padding: int) -> tuple[Tensor,
 
 @functools.cache
 def _sum_kernels(dtype: torch.dtype, dim: int) -> tuple[torch.dtype, int, Kernel, Kernel]:
-    wide, columns = torch.promote_types(dtype, torch.float32), power(dim)
+    wide, columns = torch.promote_types(dtype, torch.float32), triton.next_power_of_2(dim)
     n_rows = tile(columns, 512)
     # Gradients of a row that are in flight; 8 of a further chunk. More are loads in vain: most rows have few.
     # On an H200, with 65,536 ids, 8 instead of 2 take 41 instead of 31 µs (uniform), 42 instead of 38 (Zipf).
@@ -433,7 +429,7 @@ def _move(
     if n == 0:
         return
     if shape is None and location.is_near:  # the GPU's own memory: as many programs as there are rows for
-        shape = MoverShape(1 << 16, 4, tile(min(power(words), MAX_COLUMNS), 1024))
+        shape = MoverShape(1 << 16, 4, tile(min(triton.next_power_of_2(words), MAX_COLUMNS), 1024))
     elif shape is None:
         shape = mover_shape(words * 8)
     is_cached = location.cached is not None
@@ -445,6 +441,6 @@ def _move(
 
 @functools.cache
 def _move_kernel(stride: int, words: int, shape: MoverShape, writes: bool, is_cached: bool) -> Kernel:
-    columns = min(power(words), MAX_COLUMNS)
+    columns = min(triton.next_power_of_2(words), MAX_COLUMNS)
     constants = stride, words, columns, shape.rows, writes, is_cached
     return Kernel(move_kernel, *constants, num_warps=shape.warps)

@@ -4,7 +4,7 @@ Every kernel that reads or writes a row reads the index first. So the only hazar
 row while work in another stream uses the row.
 
 **Streams.** Admissions run in the training stream, or ahead of time (`prefetch`). Prefetches run in two
-streams: in "rows", kernels decide which rows get which slots, and write the index only; in "records", a
+streams: in "decisions", kernels decide which rows get which slots, and write the index only; in "moves", a
 kernel moves the records (`issue_moves`). So the bus and the decisions on the next batch do not wait for each
 other. Decisions on batches of one size are replayed as a CUDA graph (`DecisionGraphs`), since the host takes
 longer to launch them one by one than the GPU to run them.
@@ -13,30 +13,31 @@ Admissions are numbered in the order in which the host issues them. Admission T 
 evict slots used by admissions T - W to T - 1. It is issued with W > 0 only if the ids of all of them fit
 into the cache together, so that all their rows are in slots.
 
-- The `next` that hands out a batch lets the stream "rows" wait for the training work before it, and then
-  admits later batches. Their windows reach back to the batch handed out, over admissions that are no
+- The `next` that hands out a batch makes the stream "decisions" wait for the training work before it, and
+  then admits later batches. Their windows reach back to the batch handed out, over admissions that are no
   prefetches, too (`_span`). So its step and their admissions run at the same time. With a depth of 2 and one
-  lookup per batch, windows are 2. The `next` of batch 5 lets "rows" wait for step 4, admits batch 7, and
-  hands out batch 5. Admission 7 takes no slots of batches 5 to 7. (Loader threads may deliver batch 7 one
+  lookup per batch, windows are 2. The `next` of batch 5 makes "decisions" wait for step 4, admits batch 7,
+  and hands out batch 5. Admission 7 takes no slots of batches 5 to 7. (Loader threads may deliver batch 7 one
   `next` later; then admission 7 waits for step 5, too.)
 - Moves wait for the decisions on them, and so for the same training work. Decisions need not wait for earlier
   moves: they touch no records. A row that one admission evicts and the next one wants is written back and
   read again in this order, since all moves run in one stream.
 - `protects(batch)` is True if the batch's admission t is at least `_oldest_protected`. No admission issued so
-  far can then evict its rows, and those of the next `next` wait for the training work issued until then. The
-  `next` that hands out the batch has ordered its step after admission t. So the step needs no further event.
+  far can then evict the batch's rows. Admissions of the following `next` wait for all training work issued
+  before it. The `next` that hands out the batch has ordered its step after admission t. So the step needs no
+  further event.
 - All other work (older batches, ids that were not prefetched, `read_rows`, `flush`) calls
-  `wait_for_prefetch`: the current stream waits for the stream "records", and the next prefetch waits for the
+  `wait_for_prefetch`: the current stream waits for the stream "moves", and the next prefetch waits for the
   current stream.
 - The index's clock on the device and `_n_admissions` on the host count the same admissions.
-- A graph of decisions writes to the same memory at each replay. It is replayed again when the `UniqueRows`
-  object of its last decisions is gone: their step is issued then, and the `next` that prefetches has let
-  "rows" wait for it. If a loop is left, `prefetch_after` orders the next prefetch after its moves and its
-  last step.
-- CUDA graphs of the user run admissions that the host does not count, and lookups at any time. From the first
-  capture of either on, nothing is prefetched and nothing is protected. Lookups of prefetched rows that
-  `flatbed.capture` captures are no such lookups: the host calls `location_for` before each replay, and the
-  replay is work of the current stream, as an eager step.
+- A graph of decisions writes to the same memory at each replay. It may be replayed again once the
+  `UniqueRows` object of its last decisions is gone. By then the step that used them is issued, and the `next`
+  that prefetches has made "decisions" wait for that step. If a loop is left, `prefetch_after` orders the next
+  prefetch after the loop's moves and its last step.
+- Graphs that the user captures replay admissions and lookups which the host does not see. After the first
+  such capture, nothing is prefetched and nothing is protected. Lookups of prefetched rows in
+  `flatbed.capture` are no such lookups: the host calls `location_for` before each replay, and the replay is
+  work of the current stream, as an eager step.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ from flatbed.errors import FlatbedError
 from flatbed.kernels import RecordLocation, UniqueRows
 from flatbed.kernels.cache import CacheIndex
 from flatbed.kernels.rows import key_dtype
-from flatbed.tables.cache.base import LookupBatch
+from flatbed.tables.cache.base import Cache, LookupBatch
 from flatbed.tables.storage.base import MemoryStorage
 
 if TYPE_CHECKING:
@@ -68,11 +69,10 @@ INTERRUPTED = (
 )
 
 
-class GpuCache:
-    """Records of hot rows, their index, and the order between training and prefetches.
+class GpuCache(Cache):
+    """A cache whose records kernels move, and the order between training and prefetches."""
 
-    A row's record is in the slot that the index names, otherwise in storage.
-    """
+    location: RecordLocation
 
     def __init__(self, storage: MemoryStorage, n_slots: int, *, policy: str, device: torch.device) -> None:
         from flatbed.kernels._triton import cache as kernels
@@ -84,22 +84,17 @@ class GpuCache:
         self.index = CacheIndex(storage.n_rows, n_slots, policy=policy, device=device)
         self.records = torch.empty((n_slots, storage.record.nbytes), dtype=torch.uint8, device=device)
         self.location = RecordLocation(storage.memory, self.records, self.index.slot_of_row, self.index.dirty)
-        """Where kernels find records."""
-        self.in_graphs = False
-        """True once a CUDA graph has captured a lookup: it uses this memory."""
-        self.has_unseen_replays = False
-        """True once a CUDA graph has captured an admission, or work on rows that were not admitted before."""
         self._n_admissions = 0
         # Of the last admissions: how many ids, and whether it was a prefetch.
         self._recent: deque[tuple[int, bool]] = deque(maxlen=MAX_WINDOW)
-        self._window = 0  # how many prefetches before it the last one keeps
+        self._window = 0  # how many earlier prefetches the last one keeps
         self._oldest_protected = 1
         # The next prefetch waits for both: streams with other work, and those of loops that ended early.
         self._streams_to_await: set[torch.cuda.Stream] = set()
         self._streams_of_left_loops: set[torch.cuda.Stream] = set()
         self._has_prefetched = False
-        self._graphs = DecisionGraphs(self.index, key_dtype(storage.n_rows, device), "rows")
-        self._decided: deque[Decisions] = deque()  # prefetches whose moves are not issued yet
+        self._graphs = DecisionGraphs(self.index, key_dtype(storage.n_rows, device), "decisions")
+        self._pending_moves: deque[Decisions] = deque()  # prefetches whose moves are not issued yet
 
     # ---- admission
 
@@ -109,10 +104,7 @@ class GpuCache:
         first_error: Tensor | None = None,
         on_checked: Callable[[], None] | None = None,
     ) -> tuple[UniqueRows, int]:
-        """Find the unique rows of a batch, and admit them in the current stream. Also returns the admission.
-
-        Calls `on_checked` when the kernel that writes `first_error` is issued, before rows move.
-        """
+        """Find unique rows, and admit them. Calls `on_checked` before rows move."""
         self.wait_for_prefetch()
         n = keys.numel()
         window = 0
@@ -128,12 +120,10 @@ class GpuCache:
     def prefetch(
         self, ids: Tensor, *, window: int, reservation: object
     ) -> tuple[Tensor, UniqueRows, int] | None:
-        """Decide on the admission of a batch ahead of time; None if its rows cannot be kept.
+        """Decide on the admission of a batch ahead of time; `issue_moves` follows before any other use.
 
-        Returns the keys of the ids, their unique rows, and the admission. Rows are kept if the ids, which are
-        in range, fit in addition to those of the last `window` prefetches.
-        The current stream, "rows", is ordered after the training work on all batches before these. The caller
-        may prefetch further lookups, and then calls `issue_moves`, before anything else uses the cache.
+        Rows are kept if the ids, which are in range, fit in addition to those of the last `window`
+        prefetches. The current stream, "decisions", is ordered after the training work on all batches before.
         """
         if self.has_unseen_replays or is_capturing(self.device):
             return None
@@ -147,33 +137,33 @@ class GpuCache:
         graph = self._graphs.find(n, window, captures=True)
         for streams in (self._streams_to_await, self._streams_of_left_loops):
             while streams:
-                stream_for(self.device, "rows").wait_stream(streams.pop())
+                stream_for(self.device, "decisions").wait_stream(streams.pop())
         self._has_prefetched = True
         oldest = self._begin_admission(n, window)
         try:
             decided = self._graphs.decide(ids, window, graph)
             if n:
-                self._decided.append(decided)
+                self._pending_moves.append(decided)
                 self.index.moving = False
         except BaseException:
-            self._order_moves()  # later work waits for "records" only, and so for what "rows" has begun
+            self._order_moves()  # later work waits for "moves" only, and so for what "decisions" has begun
             raise
         self._window = n_prefetches
         assert decided.keys is not None
         return decided.keys, decided.found, self._end_admission(n, oldest, is_prefetch=True)
 
     def issue_moves(self) -> None:
-        """Move the records of decided admissions in the stream "records", which is ordered after "rows"."""
-        stream = stream_for(self.device, "records") if self.device.type == "cuda" else None
-        while self._decided and not self.index.moving:  # after an interruption, the next use raises
+        """Move the records of prefetches in the stream "moves", which is ordered after "decisions"."""
+        stream = stream_for(self.device, "moves") if self.device.type == "cuda" else None
+        while self._pending_moves and not self.index.moving:  # after an interruption, the next use raises
             self.index.moving = True
             # Taken out before the launch: a second one would write wrong records back.
-            self._kernels.move(self._decided.popleft(), self.location, stream)
+            self._kernels.move(self._pending_moves.popleft(), self.location, stream)
             self.index.moving = False
 
     def _order_moves(self) -> None:
         if self.device.type == "cuda":
-            stream_for(self.device, "records").wait_stream(stream_for(self.device, "rows"))
+            stream_for(self.device, "moves").wait_stream(stream_for(self.device, "decisions"))
 
     def _has_room(self, n: int, window: int) -> bool:
         """Return True if n ids fit in addition to those of the last `window` admissions."""
@@ -227,7 +217,7 @@ class GpuCache:
             self.has_unseen_replays, self._window = True, 0
             if self._has_prefetched and self.device.type == "cuda":
                 with relaxed_capture():
-                    stream_for(self.device, "records").synchronize()
+                    stream_for(self.device, "moves").synchronize()
 
     # ---- order between streams: see the module's docstring
 
@@ -242,12 +232,10 @@ class GpuCache:
         return batch.admission is not None and batch.admission >= self._oldest_protected
 
     def covering(self, batches: list[LookupBatch]) -> LookupBatch | None:
-        """Return a batch of this cache that is protected only if all of these are; None if there is none."""
         numbers = [-1 if batch.admission is None else batch.admission for batch in batches]
         return batches[numbers.index(min(numbers))]
 
     def prefetch_after(self, stream: torch.cuda.Stream) -> None:
-        """Order the next prefetch after a stream that may use the memory of earlier ones. Any thread."""
         self._streams_of_left_loops.add(stream)
 
     def wait_for_prefetch(self) -> None:
@@ -256,7 +244,7 @@ class GpuCache:
         In the capture of a CUDA graph, end prefetching.
         """
         self._check_moved()
-        if self._decided:  # an error prevented its moves
+        if self._pending_moves:  # an error prevented its moves
             self._order_moves()
             self.issue_moves()
         if self.device.type != "cuda":
@@ -267,7 +255,7 @@ class GpuCache:
         stream = torch.cuda.current_stream(self.device.index)
         if stream not in self._streams_to_await:  # otherwise there was no prefetch since
             if self._has_prefetched:
-                stream.wait_stream(stream_for(self.device, "records"))
+                stream.wait_stream(stream_for(self.device, "moves"))
             self._streams_to_await.add(stream)
 
     # ---- rows
@@ -279,7 +267,6 @@ class GpuCache:
         return self.location
 
     def flush(self) -> None:
-        """Write changed records to storage, and wait until they are there."""
         self.wait_for_prefetch()
         if self.device.type == "cuda":
             synchronize(self.device)
@@ -288,15 +275,10 @@ class GpuCache:
             torch.cuda.current_stream(self.device).synchronize()
 
     def drop(self) -> None:
-        """Write changed records to storage, and empty the cache."""
         self.flush()
         self.abandon()
 
-    def retire(self) -> None:
-        """End the use of an empty cache: the table has another one, or none."""
-
     def abandon(self) -> None:
-        """Empty the cache without writing changed records back."""
         self.wait_for_prefetch()
         self._oldest_protected = self._n_admissions + 1
         self.index.clear()

@@ -30,7 +30,7 @@ from flatbed.cuda.streams import OrderedLock, is_capturing, synchronize
 from flatbed.kernels import NONE, RecordLocation, UniqueRows, use_triton
 from flatbed.kernels import rows as ops
 from flatbed.kernels.cache import CacheIndex, Placement, assign, decide, keep, take_back
-from flatbed.tables.cache.base import LookupBatch
+from flatbed.tables.cache.base import Cache, LookupBatch
 from flatbed.tables.cache.write_behind import MemoryWriter, PendingCopy, WriteBehind
 from flatbed.tables.storage.base import Storage
 
@@ -65,11 +65,8 @@ class Unmoved:
     """True once records in the slots may have been replaced."""
 
 
-class HostCopyCache:
-    """Records of hot rows on `device`, their index, and live reservations.
-
-    Methods that `GpuCache` has, too, are described there.
-    """
+class HostCopyCache(Cache):
+    """A cache whose records the host copies, and its live reservations."""
 
     def __init__(
         self,
@@ -83,7 +80,6 @@ class HostCopyCache:
         self.storage, self.index, self.writer, self.device = storage, index, writer, device
         self.record, self.n_rows = storage.record, storage.n_rows
         self.n_slots = n_slots = index.n_slots
-        self.in_graphs = self.has_unseen_replays = False
         self.records = torch.empty((n_slots, storage.record.nbytes), dtype=torch.uint8, device=device)
         self.lock = OrderedLock("cache")
         self.retired = False
@@ -93,8 +89,7 @@ class HostCopyCache:
         self._last: torch.cuda.Event | None = None  # end of the last access
         self._unmoved: Unmoved | None = None
         self._kernels: ModuleType | None = None
-        self.location: RecordLocation | None = None
-        """For kernels, which are given cached rows only; None without kernels."""
+        self.location: RecordLocation | None = None  # without a memory: kernels get cached rows only
         if use_triton(device):
             from flatbed.kernels._triton import cache as kernels
             from flatbed.kernels._triton.decision_graphs import DecisionGraphs
@@ -202,10 +197,7 @@ class HostCopyCache:
     def prefetch(
         self, ids: Tensor, *, window: int, reservation: Reservation | None
     ) -> tuple[Tensor, UniqueRows, list[Reservation]] | None:
-        """Make the current stream wait for the records of a reservation; None if there is none.
-
-        Returns its keys, its unique rows, and the admission. `ids` and `window` are for `GpuCache`.
-        """
+        """Make the current stream wait for the records of a reservation; None if there is none."""
         if self._kernels is not None and not is_capturing(self.device):
             self._graphs.capture_wanted()  # here, since another thread calls `reserve`
         if reservation is None or not reservation.is_live:
@@ -213,12 +205,6 @@ class HostCopyCache:
         if reservation.ready is not None:
             torch.cuda.current_stream(self.device.index).wait_event(reservation.ready)
         return reservation.keys, reservation.unique, [reservation]
-
-    def prefetch_after(self, stream: torch.cuda.Stream) -> None:
-        """Do nothing: reservations have memory of their own."""
-
-    def issue_moves(self) -> None:
-        """Do nothing: `reserve` has moved the records."""
 
     def covering(self, batches: list[LookupBatch]) -> LookupBatch | None:
         if not all(map(self.protects, batches)):
@@ -281,7 +267,7 @@ class HostCopyCache:
         return unique, placement
 
     def _begin_decision(self, decided: Decisions) -> None:
-        """Fill a placement with -1 and keep it: it will list what an interrupted decision has assigned."""
+        """Fill a placement with -1 and keep it, so that an interrupted decision can be taken back."""
         decided.placed.fill_(NONE)
         self._unmoved = Unmoved(decided)
 
@@ -296,12 +282,12 @@ class HostCopyCache:
         return placement
 
     def _move_records(self, placement: Placement) -> None:
-        """Read missing records into their slots, and let the writer have the changed ones that were there."""
+        """Read missing records into their slots, and queue the changed ones that they replace for writing."""
         if not len(placement.rows):
             return
         rows, victims = torch.from_numpy(placement.rows), placement.victims
-        # The write before ends first, because its rows may be read now. This batch evicts no row that it
-        # reads, so that its read and its write overlap.
+        # Wait for the previous write: this batch may read rows that it evicted. This batch evicts no row
+        # that it reads, so that its own read and write overlap.
         self.writer.finish()
         with self.writer.reading(rows, pin=self.device.type == "cuda") as read:
             changed = victims >= 0
@@ -420,7 +406,6 @@ class HostCopyCache:
         self.writer.retire()
 
     def abandon(self) -> None:
-        """Empty the cache without writing changed records back, also after an interrupted admission."""
         with self.lock:
             if self.device.type == "cuda":
                 synchronize(self.device)

@@ -132,7 +132,7 @@ class WriteBehind:
 
     @contextmanager
     def reading(self, rows: Tensor, *, pin: bool) -> Iterator[Read]:
-        """Yield a function that returns the records of rows; of many rows, a thread reads them meanwhile."""
+        """Yield a function that returns the records of rows. From `MANY` rows on, a thread reads at once."""
         self._n_cached += len(rows)
         shape = (len(rows), self.storage.record.nbytes)
         memory = torch.empty(shape, dtype=torch.uint8, device="cpu", pin_memory=pin)
