@@ -501,3 +501,37 @@ def test_checking_a_folder_checks_its_tables_on_disk(tmp_path: Path) -> None:
     table.rename(tmp_path / "moved")
     with pytest.raises(FlatbedError, match="missing: put the file back"):
         check_path(tmp_path / "second")
+
+
+def test_checking_a_copy_of_a_folder_checks_the_copies_of_its_tables(tmp_path: Path) -> None:
+    model, optimizer = build(tmp_path / "own")
+    step(model, optimizer, 1)
+    save_checkpoint(tmp_path / "own" / "run", model, optimizer)
+    for name in ("good", "damaged"):
+        shutil.copytree(tmp_path / "own", tmp_path / name)
+    flipped(tmp_path / "damaged" / "1.bed", RECORDS_AT + 5, 3)
+    step(model, optimizer, 2)
+    with pytest.warns(UserWarning, match="run"):
+        save_checkpoint(tmp_path / "own" / "second", model, optimizer)
+    close(model)
+    assert f"{tmp_path}/good/1.bed" in check_path(tmp_path / "good" / "run")
+    with pytest.raises(DamagedFileError, match=r"damaged/1\.bed"):
+        check_path(tmp_path / "damaged" / "run")
+    rewrite(current(tmp_path / "good" / "run") / "checkpoint.json", lambda found: found.pop("relative_paths"))
+    assert f"{tmp_path}/good/1.bed" in check_path(tmp_path / "good" / "run"), "of an earlier version"
+    with pytest.raises(FlatbedError, match="is not as it was when"):
+        check_path(tmp_path / "own" / "run")
+
+
+def test_a_journal_of_later_steps_is_no_checkpoint(tmp_path: Path) -> None:
+    model, optimizer = build(tmp_path)
+    for name in ("run", "second"):
+        step(model, optimizer, 1)
+        with pytest.warns(UserWarning, match="run") if name == "second" else nullcontext():
+            save_checkpoint(tmp_path / name, model, optimizer)
+    step(model, optimizer, 2)
+    assert (tmp_path / "1.bed.journal").exists()
+    with pytest.raises(FlatbedError, match="is not as it was when"):
+        check_path(tmp_path / "run")
+    assert "rows are as they were written" in check_path(tmp_path / "second")
+    close(model)

@@ -170,7 +170,8 @@ def _checked(found: dict[str, Any]) -> dict[str, Any]:
     """Return a manifest if it has the expected types, and names files of its own folder alone."""
     kinds: dict[str, type] = {"token": str, "model": dict, "tables": dict, "extra": dict, "n_optimizers": int}
     # Manifests of earlier versions lack some of these.
-    later = {"files": dict, "shards": dict, "paths": dict, "schedulers": list, "scaler": dict, "rng": list}
+    later: dict[str, type] = {"files": dict, "shards": dict, "paths": dict, "relative_paths": dict}
+    later |= {"schedulers": list, "scaler": dict, "rng": list}
     found = {**{key: kind() for key, kind in later.items()}, **found}
     found["scaler"] = found["scaler"] or {}
     for key, kind in {**kinds, **later}.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
@@ -16,7 +17,7 @@ from flatbed.tables.record import WEIGHT
 from flatbed.tables.saving import config_of, inspect, load
 from flatbed.tables.storage.disk import DiskStorage, ReadOnlyStorage
 from flatbed.tables.storage.disk.format import is_disk_table
-from flatbed.tables.storage.disk.open_files import forget_sums, journal_of
+from flatbed.tables.storage.disk.open_files import forget_sums, is_prepared
 from flatbed.tables.table import Table
 from flatbed.tables.tensor_file import check_tensors
 
@@ -133,11 +134,16 @@ def check_path(path: Path, *, forget: bool = False) -> str:
 
 
 def _check_own_file(name: str, version: Path, manifest: dict[str, Any]) -> str:
-    """Check the file of a table on disk that a checkpoint refers to, where it was, or beside the folder."""
+    """Check the file of a table on disk that a checkpoint refers to.
+
+    The file is looked for where it was relative to the folder, so that that of a copy is found, and then
+    where it was.
+    """
     saved, n_ranks = Path(manifest["paths"][name]), manifest["shards"].get(name, 1)
     if n_ranks > 1:
         return f"the rows of {name} are in files of {n_ranks} ranks, {saved.name}.*: check them, too"
-    path = next((p for p in (saved, version.parent.parent / saved.name) if p.exists()), None)
+    relative = manifest["relative_paths"].get(name, f"../{saved.name}")  # earlier manifests have none
+    path = next((p for p in (Path(os.path.normpath(version.parent / relative)), saved) if p.exists()), None)
     if path is None:
         raise FlatbedError(
             f"the rows of {name} were in {saved} when {version} was saved, which is missing: put the file "
@@ -145,7 +151,7 @@ def _check_own_file(name: str, version: Path, manifest: dict[str, Any]) -> str:
         )
     with closing(ReadOnlyStorage(path)) as storage:
         is_other = storage.meta_of(manifest["token"]) is None
-    if is_other and not journal_of(path).exists():  # opening the table may complete a checkpoint from there
+    if is_other and not is_prepared(path, manifest["token"]):  # opening the table completes it
         raise FlatbedError(
             f"{path} (table {name}) is not as it was when {version} was saved: it is another file, or had a "
             "later checkpoint, in another folder for example. Put a copy of the file from then in its place"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import shutil
 import warnings
@@ -294,6 +295,9 @@ class Version:
         """Write tables, ranks of a sharded one together, and note where the rows of the others are."""
         configs = {name: self.training.tables[name]._store.config for name in in_place}
         self.manifest["paths"] = {name: str(config.path) for name, config in configs.items()}
+        self.manifest["relative_paths"] = {  # to the folder: copies of folder and tables find each other
+            name: os.path.relpath(path, self.path.parent) for name, path in self.manifest["paths"].items()
+        }
         self.manifest["shards"] = {
             name: config.n_shards for name, config in configs.items() if config.n_shards > 1
         }

@@ -12,7 +12,7 @@ import stat
 import threading
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from io import FileIO
@@ -107,14 +107,25 @@ def recover(table: MappedFile, token: str | None = None, *, forget: bool = False
 
 def kept_journal(path: Path, table: str, *, base: str, token: str) -> tuple[Path, Sealed] | None:
     """Find a sealed journal that was renamed, follows the checkpoint `base` and was prepared with `token`."""
-    prefix = journal_of(path).name + KEPT
-    for kept in sorted(other for other in path.parent.iterdir() if other.name.startswith(prefix)):
-        with suppress(FlatbedError), closing(MappedFile(kept, read_only=True)) as file:
-            sealed = read_sealed(file)
-            decision = None if sealed is None else sealed.decision
-            if sealed and decision and (sealed.table, sealed.base, decision.token) == (table, base, token):
-                return kept, sealed
+    for kept, sealed in _sealed_journals(path, journal_of(path).name + KEPT):
+        decision = sealed.decision
+        if decision and (sealed.table, sealed.base, decision.token) == (table, base, token):
+            return kept, sealed
     return None
+
+
+def is_prepared(path: Path, token: str) -> bool:
+    """Return True if a journal of a table, also one that was renamed, has the checkpoint with this token."""
+    journals = _sealed_journals(path, journal_of(path).name)
+    return any(sealed.state.meta.get("token") == token for _, sealed in journals)
+
+
+def _sealed_journals(path: Path, prefix: str) -> Iterator[tuple[Path, Sealed]]:
+    for journal in sorted(other for other in path.parent.iterdir() if other.name.startswith(prefix)):
+        with suppress(FlatbedError), closing(MappedFile(journal, read_only=True)) as file:
+            sealed = read_sealed(file)
+            if sealed is not None:
+                yield journal, sealed
 
 
 def _keep_aside(journal: Path, state: str, remedy: str) -> None:
