@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import flatbed
+from flatbed.capture import kept_grads
 
 ROWS, DIM, N_IDS = 200, 8, 64
 gpu = pytest.mark.gpu
@@ -89,6 +91,7 @@ def test_on_a_cpu_the_function_is_called() -> None:
 
 
 @gpu
+@pytest.mark.filterwarnings("ignore:rows of .* are not prefetched")  # the cache has no room for them
 @pytest.mark.parametrize("storage", ["host", "device"])
 @pytest.mark.parametrize("options", [{}, {"max_norm": 0.1}, {"scaler": True}, {"prefetched": True}], ids=str)
 def test_captured_steps_are_the_steps(storage: str, options: dict[str, Any]) -> None:
@@ -203,13 +206,60 @@ def test_two_captured_steps_of_one_model() -> None:
 @gpu
 def test_a_step_that_cannot_be_captured_raises() -> None:
     layer = nn.Linear(DIM, 1).cuda()
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
 
     def step(x: Tensor) -> float:
-        return layer(x).sum().item()
+        loss = layer(x).sum()
+        loss.backward()
+        found: float = loss.item()
+        optimizer.step()
+        optimizer.zero_grad()
+        return found
 
     run = flatbed.capture(step, torch.zeros(2, DIM, device="cuda"))
     with pytest.raises(flatbed.FlatbedError, match="cannot be captured"):
         list(map(run, torch.zeros(5, 2, DIM, device="cuda")))
+    assert [p.grad for p in layer.parameters()] == [None, None], "a gradient that no kernel has computed"
+
+
+def test_gradients_are_put_back_if_a_capture_fails() -> None:
+    embedding, layer = flatbed.Embedding(ROWS, DIM), nn.Linear(DIM, 1)
+    optimizer = flatbed.optim.SGD([*embedding.parameters(), *layer.parameters()], lr=0.1)
+    layer(torch.ones(DIM)).backward()
+    weight, bias = layer.weight.grad, layer.bias.grad
+
+    def fail() -> None:
+        optimizer.zero_grad()
+        layer.weight.grad = torch.zeros(1, DIM)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), kept_grads([optimizer]):
+        fail()
+    assert layer.weight.grad is weight
+    assert layer.bias.grad is bias
+    with kept_grads([optimizer]):
+        optimizer.zero_grad()
+    assert layer.bias.grad is None
+
+
+def test_a_batch_whose_call_failed_is_no_example() -> None:
+    run = flatbed.capture(lambda batch: batch["ids"] + 1)
+    with pytest.raises(KeyError):
+        run({"id": torch.arange(3)})
+    assert run({"ids": torch.arange(3)}).tolist() == [1, 2, 3]
+    with pytest.warns(UserWarning, match="other keys, another order or another nesting"):
+        run({"ids": torch.arange(3), "other": torch.zeros(2)})
+
+
+def test_batches_on_the_host_for_parameters_on_a_gpu() -> None:
+    optimizer = torch.optim.SGD([torch.zeros(2)], lr=0.1)
+    on_gpu: Any = SimpleNamespace(device=torch.device("cuda", 0), grad=None, requires_grad=True)
+    optimizer.param_groups[0]["params"].append(on_gpu)
+    run = flatbed.capture(lambda batch: optimizer.step())
+    with pytest.warns(UserWarning, match=r"without a CUDA graph\. .* device=.cuda:0.") as found:
+        run(torch.zeros(2))
+    assert found[0].filename == __file__
+    run(torch.zeros(2))  # warns once
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
@@ -229,6 +279,7 @@ def test_batches_are_checked_in_the_same_way_on_every_device(device: str) -> Non
     with pytest.warns(UserWarning, match=named) as caught:
         list(map(run, [{"ids": torch.arange(3).int()}, {"ids": torch.arange(6).view(2, 3)}]))
     assert len(caught) == 1
+    assert caught[0].filename == __file__
     assert ("CUDA graph" in str(caught[0].message)) == (device == "cuda")
     with pytest.raises(TypeError, match=r"found int in batch\['ids'\]"):
         run({"ids": 3})

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +26,13 @@ from flatbed.data.batches import as_tensor
 from flatbed.errors import FlatbedError
 from flatbed.tables.config import device_of
 from flatbed.tables.ids import NO_ERROR, DeferredIdChecks
-from flatbed.tables.lookup import CapturedLookup, load_captured, lookups_in_capture, not_prefetched
+from flatbed.tables.lookup import (
+    CapturedLookup,
+    captured_lookups,
+    load_captured,
+    lookups_in_capture,
+    not_prefetched,
+)
 from flatbed.tables.table import Table
 
 WARM_UP = 3
@@ -110,6 +117,8 @@ class CapturedStep:
         self._n_calls = 0
         self._noted: list[tuple[Table, int | None]] = []
         """Lookups of the last warm-up. If one is not of a prefetched leaf, the graph admits all rows."""
+        self._optimizers: list[torch.optim.Optimizer] = []
+        """Those whose steps ran in the last warm-up."""
         self._graph: StepGraph | None = None
         self._warned: set[str] = set()
 
@@ -127,11 +136,20 @@ class CapturedStep:
         if device.type == "cuda":
             self._inputs = [torch.empty_like(tensor, device=device) for tensor in tensors]
         self._kinds = [(tensor.shape, tensor.dtype) for tensor in tensors]
+        self._n_calls = 0
         self._structure = structure  # last: the example fits
 
     def __call__(self, batch: Any) -> Any:
-        if self._structure is None:
-            self.begin(batch)
+        if self._structure is not None:
+            return self._run(batch)
+        self.begin(batch)
+        try:
+            return self._run(batch)
+        except BaseException:
+            self._structure = None  # the next batch may be a better example
+            raise
+
+    def _run(self, batch: Any) -> Any:
         leaves, structure = tree_flatten(batch)
         names = self._names if len(leaves) == len(self._names) else ["batch"] * len(leaves)
         leaves = [*map(_tensor, leaves, names)]
@@ -140,8 +158,7 @@ class CapturedStep:
         if not is_known:
             self._warn_once("batch", self._describe(kinds, structure))
         if not is_known or self._device.type == "cpu":
-            moved = [leaf.to(self._device, non_blocking=True) for leaf in leaves]
-            return tree_map_only(Tensor, Tensor.detach, self._train_step(tree_unflatten(moved, structure)))
+            return self._run_without_graph(leaves, structure)
         for static, leaf in zip(self._inputs, leaves, strict=True):
             static.copy_(leaf, non_blocking=True)
         self._n_calls += 1
@@ -166,6 +183,22 @@ class CapturedStep:
             self._check_ids(graph)
         return result
 
+    def _run_without_graph(self, leaves: list[Tensor], structure: Any) -> Any:
+        moved = [leaf.to(self._device, non_blocking=True) for leaf in leaves]
+        with stepping_optimizers() as optimizers:
+            result = self._train_step(tree_unflatten(moved, structure))
+        if self._device.type == "cpu" and self._n_calls == 0:
+            self._n_calls += 1
+            gpus = {p.device for p in params_of(optimizers) if p.device.type == "cuda"}
+            if gpus:
+                self._warn_once(
+                    "device",
+                    "no batch is on a GPU, and the training step trains parameters there: it runs without a "
+                    f'CUDA graph. Call flatbed.capture with device="{gpus.pop()}"',
+                    stacklevel=5,
+                )
+        return tree_map_only(Tensor, Tensor.detach, result)
+
     def _check_ids(self, graph: StepGraph) -> None:
         """Raise for bad ids of the call before this one. This call runs on the GPU meanwhile."""
         graph.replayed.rotate()
@@ -179,43 +212,50 @@ class CapturedStep:
         """Run a step as it is; not in the default stream, on which nothing can be captured."""
         current, side = torch.cuda.current_stream(self._device), stream_for(self._device, "captures")
         side.wait_stream(current)
-        with torch.cuda.stream(side), lookups_in_capture(self._inputs, leaves) as lookups:
+        with (
+            torch.cuda.stream(side),
+            lookups_in_capture(self._inputs, leaves) as context,
+            stepping_optimizers() as self._optimizers,
+        ):
             result = self._train_step(tree_unflatten(self._inputs, self._structure))
-        self._noted = lookups.noted
+        self._noted = context.noted
         current.wait_stream(side)
         return tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), result)
 
     def _capture(self, leaves: list[Tensor]) -> StepGraph:
-        self._graph = None  # frees the memory of a former graph
-        graph, optimizers = torch.cuda.CUDAGraph(), list[torch.optim.Optimizer]()
+        self._graph, graph = None, torch.cuda.CUDAGraph()  # frees the memory of a former graph
         others = not_prefetched(self._noted, leaves)
         if others and any(table._prefetched for table, _ in self._noted):
             self._warn_once(
                 "rows",
-                f"the training step looks up ids in {others[0]!r} that are not a prefetched tensor of its "
-                "batch as it is: the CUDA graph admits the rows of all tables, and no more are prefetched",
+                f"the training step looks up rows of {others[0]!r} otherwise than by a training lookup of a "
+                "prefetched tensor of its batch as it is: the CUDA graph admits the rows of all tables, and "
+                "no more are prefetched",
+                stacklevel=5,
             )
             for table, _ in self._noted:
                 if table._store.cache is not None:
                     table._store.cache.has_warned = True
         positions = torch.full((MAX_TABLES,), NO_ERROR, dtype=torch.int64, device="cpu", pin_memory=True)
-        hook = register_optimizer_step_pre_hook(lambda optimizer, *_: optimizers.append(optimizer))
+        lookups = [] if others else captured_lookups(self._noted, leaves)
+        stream = stream_for(self._device, "captures")
+        mode = "thread_local"  # other threads may allocate, such as that of DataLoader(pin_memory=True)
         try:
             with (
-                lookups_in_capture(self._inputs, leaves, uses_prefetched=not others) as lookups,
-                torch.cuda.graph(graph, stream=stream_for(self._device, "captures")),
+                kept_grads(self._optimizers),
+                lookups_in_capture(self._inputs, leaves, lookups) as context,
+                stepping_optimizers() as optimizers,
+                torch.cuda.graph(graph, stream=stream, capture_error_mode=mode),
             ):
                 outputs = self._train_step(tree_unflatten(self._inputs, self._structure))
-                for i, check in enumerate(lookups.checks[:MAX_TABLES]):
+                for i, check in enumerate(context.checks[:MAX_TABLES]):
                     assert check.graph_error is not None
                     positions[i : i + 1].copy_(check.graph_error, non_blocking=True)
         except (RuntimeError, FlatbedError) as error:
             raise FlatbedError(f"train_step cannot be captured in a CUDA graph: {error}") from error
-        finally:
-            hook.remove()
-        if len(lookups.checks) > MAX_TABLES:
+        if len(context.checks) > MAX_TABLES:
             raise FlatbedError(
-                f"a captured step looks up {MAX_TABLES} tables at most; found {len(lookups.checks)}"
+                f"a captured step looks up {MAX_TABLES} tables at most; found {len(context.checks)}"
             )
         return StepGraph(
             graph,
@@ -223,15 +263,15 @@ class CapturedStep:
             tree_map_only(Tensor, Tensor.detach, outputs),
             optimizers,
             _hyperparameters(optimizers),
-            lookups.lookups,
-            lookups.checks,
-            positions[: len(lookups.checks)],
+            [lookup for lookup in lookups if lookup.batch is not None],
+            context.checks,
+            positions[: len(context.checks)],
             deque([torch.cuda.Event(), torch.cuda.Event()]),  # type: ignore[no-untyped-call,unused-ignore]
         )
 
     def _describe(self, kinds: list[tuple[torch.Size, torch.dtype]], structure: Any) -> str:
         """Say how a batch differs from the example."""
-        found, remedy = "a batch has other keys, or another nesting, than the example batch", ""
+        found, remedy = "a batch has other keys, another order or another nesting than the example", ""
         if structure == self._structure:
             both = zip(self._names, kinds, self._kinds, strict=True)
             name, new, old = next(one for one in both if one[1] != one[2])
@@ -241,10 +281,38 @@ class CapturedStep:
         effect = "" if self._device.type == "cpu" else ": the batch runs without a CUDA graph"
         return f"{found}{effect}{remedy}"
 
-    def _warn_once(self, about: str, message: str) -> None:
+    def _warn_once(self, about: str, message: str, *, stacklevel: int = 4) -> None:
         if about not in self._warned:
             self._warned.add(about)
-            warnings.warn(message, stacklevel=3)
+            warnings.warn(message, stacklevel=stacklevel)
+
+
+@contextmanager
+def stepping_optimizers() -> Iterator[list[torch.optim.Optimizer]]:
+    """Yield a list of the optimizers whose `step` is called in the body."""
+    found: list[torch.optim.Optimizer] = []
+    hook = register_optimizer_step_pre_hook(lambda optimizer, *_: found.append(optimizer))
+    try:
+        yield found
+    finally:
+        hook.remove()
+
+
+@contextmanager
+def kept_grads(optimizers: list[torch.optim.Optimizer]) -> Iterator[None]:
+    """Put gradients back if the body, a capture, fails: those that it made were never computed."""
+    grads = [(p, p.grad) for p in params_of(optimizers) if not isinstance(p, Table)]
+    try:
+        yield
+    except BaseException:
+        for p, grad in grads:
+            p.grad = grad
+        raise
+
+
+def params_of(optimizers: list[torch.optim.Optimizer]) -> list[Tensor]:
+    """Return the parameters of all groups."""
+    return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
 
 
 def _tensor(leaf: Any, name: str) -> Tensor:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import flatbed
 from flatbed.capture import CapturedStep
 from flatbed.tables import lookup
 from flatbed.tables.lookup import (
     LookupFunction,
+    captured_lookups,
     load_captured,
     lookups_in_capture,
     not_prefetched,
@@ -25,10 +29,28 @@ gpu = pytest.mark.gpu
 with_another_cache = pytest.mark.filterwarnings("ignore:a table that CUDA graphs")
 
 
-def drawn(n: int, seed: int = 1) -> list[Tensor]:
-    """Skewed ids, some of them several times."""
+def drawn(n: int, seed: int = 1, *, n_same: int = 0) -> list[Tensor]:
+    """Skewed ids, some of them several times, and `n_same` more of one id."""
     generator = torch.Generator().manual_seed(seed)
-    return [(torch.rand(N_IDS, generator=generator) ** 3 * ROWS).long() for _ in range(n)]
+    drawn = [(torch.rand(N_IDS, generator=generator) ** 3 * ROWS).long() for _ in range(n)]
+    return [torch.cat([ids, torch.full((n_same,), ROWS // 2)]) for ids in drawn]
+
+
+def address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+class Allocations(TorchDispatchMode):
+    """The memory of all tensors that operations return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.addresses: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        self.addresses |= {address(one) for one in tree_leaves(found) if isinstance(one, Tensor)}
+        return found
 
 
 class Model(nn.Module):
@@ -112,7 +134,7 @@ def test_batches_that_were_not_prefetched_between_those_that_were() -> None:
 
 
 @gpu
-@pytest.mark.filterwarnings("ignore:the training step looks up ids")
+@pytest.mark.filterwarnings("ignore:the training step looks up rows")
 def test_a_loop_that_is_left_and_ids_that_change() -> None:
     batches = drawn(16)
     model, losses = Model("cuda"), []
@@ -190,6 +212,67 @@ def test_lookups_of_other_ids_in_the_step(kind: type[Model]) -> None:
         assert torch.equal(found, one)
 
 
+class UsesMemoryBefore(Model):
+    """Frees memory of the graph before the lookup, as much as its unique rows take."""
+
+    def step(self, ids: Tensor) -> Tensor:
+        from flatbed.kernels._triton.rows import result_sizes
+
+        torch.full((sum(result_sizes(N_IDS)),), 7, dtype=torch.int64, device=ids.device)
+        return super().step(ids)
+
+
+@gpu
+def test_ids_that_are_repeated_often() -> None:
+    batches, model = drawn(24, n_same=100), Model("cuda")
+    step = flatbed.capture(model.step)
+    lookups = {emb: lambda ids: ids for emb in (model.items, model.other)}
+    losses = [float(step(ids)) for ids in flatbed.Prefetcher(batches, lookups, depth=1)]
+    assert was_prefetched(step, model)
+    check(model, losses, batches, "cuda")
+
+
+@gpu
+def test_temporaries_of_the_graph_do_not_overwrite_unique_rows() -> None:
+    batches, model = drawn(24), UsesMemoryBefore("cuda")
+    step = flatbed.capture(model.step)
+    losses = [float(step(ids)) for ids in prefetched(model, batches)]
+    assert was_prefetched(step, model)
+    check(model, losses, batches, "cuda")
+
+
+class WithFrozen(Model):
+    """Looks up in a table that is not trained, too."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__(device)
+        weights = torch.ones(ROWS, DIM)
+        self.frozen = flatbed.Embedding.from_pretrained(weights, device=device)
+
+    def step(self, ids: Tensor) -> Tensor:
+        return torch.stack([super().step(ids), self.frozen(ids).sum()])
+
+
+@gpu
+def test_a_frozen_table_beside_prefetched_ones() -> None:
+    batches, model = drawn(24), WithFrozen("cuda")
+    step = flatbed.capture(model.step)
+    found = [step(ids).tolist() for ids in prefetched(model, batches)]
+    assert was_prefetched(step, model)
+    assert {total for _, total in found} == {N_IDS * DIM}
+    check(model, [loss for loss, _ in found], batches, "cuda")
+
+
+def test_a_frozen_table_needs_no_prefetch(kernel_device: str) -> None:
+    frozen = flatbed.Embedding.from_pretrained(torch.ones(ROWS, DIM), device=kernel_device)
+    ids = drawn(1)[0].to(kernel_device)
+    with lookups_in_capture([ids], [ids]) as found:
+        frozen(ids)
+    assert found.noted == [(frozen.table, None)]
+    assert not_prefetched(found.noted, [ids]) == []
+    assert captured_lookups(found.noted, [ids]) == []
+
+
 @gpu
 @pytest.mark.parametrize("options", [{"storage": "device"}, {"cache_rows": 0}], ids=str)
 def test_a_table_without_a_cache_beside_one_that_is_prefetched(options: dict[str, Any]) -> None:
@@ -264,28 +347,35 @@ def capturing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @with_another_cache
 @pytest.mark.usefixtures("capturing")
-def test_what_a_replay_reads(kernel_device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    batches = drawn(10)
-    emb = flatbed.Embedding(ROWS, DIM, device=kernel_device, seed=3, cache_rows=6 * N_IDS, shard=None)
+@pytest.mark.parametrize("n_same", [0, 100])  # the sums of longer segments than 64 need `rank`
+def test_what_a_replay_reads(n_same: int, kernel_device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    batches = drawn(10, n_same=n_same)
+    cache_rows = 6 * (N_IDS + n_same)
+    emb = flatbed.Embedding(ROWS, DIM, device=kernel_device, seed=3, cache_rows=cache_rows, shard=None)
     plain = flatbed.Embedding(ROWS, DIM, device=kernel_device, seed=3, cache_rows=0, shard=None)
     optimizers = [flatbed.optim.Adam(one, lr=0.1) for one in (emb, plain)]
     table, static, graph, n_hits = emb.table, batches[0].to(kernel_device), None, 0
     for ids in flatbed.Prefetcher(batches, {emb: lambda ids: ids}, depth=DEPTH):
         if graph is None:
-            with lookups_in_capture([static], [ids]) as found:
+            graph = captured_lookups([(table, 0)], [ids])
+            with lookups_in_capture([static], [ids], graph) as found, Allocations() as made:
                 captured = prepare_lookup(table, static.view(2, -1), records_grad=True)
-            graph = found.lookups
+            assert captured.unique is graph[0].unique
+            assert address(captured.keys) in made.addresses
+            assert address(captured.unique.rows) not in made.addresses, (
+                "kernels of the graph would write to it"
+            )
             assert found.noted == [(table, 0)]
             assert not_prefetched(found.noted, [ids]) == []
             assert not_prefetched(found.noted, [ids.clone()]) == [table]
-            assert [one.batch for one in graph] == [captured]
+            assert [one.batch is None for one in graph] == [False]
             assert captured.unique.rows.data_ptr() != table._prefetched[0].unique.rows.data_ptr()
         for leaf in (ids, ids.flip(0)):  # prefetched, and not
             n_hits += lookup._find_prefetched(table, leaf, lead=None, records_grad=True) is not None
             assert load_captured(graph, [leaf])
             captured.keys.copy_(leaf)  # a kernel of the graph
             rows = LookupFunction.apply(table, captured)  # type: ignore[no-untyped-call]
-            assert rows.shape == (2, N_IDS // 2, DIM)
+            assert rows.shape == (2, len(ids) // 2, DIM)
             assert torch.equal(rows.view(-1, DIM), plain(leaf))
             for out, optimizer in zip((rows, plain(leaf)), optimizers, strict=True):
                 out.square().sum().backward()
@@ -333,18 +423,28 @@ def test_lookups_that_stay_in_the_graph(kernel_device: str) -> None:
         return found.lookup(emb.table, ids, found.position_of(ids))
 
     for ids in flatbed.Prefetcher(drawn(2), {emb: lambda ids: ids}, depth=DEPTH):
-        with lookups_in_capture([static], [ids]) as found:
-            for other in (static[1:], static.clone(), static.int(), [1, 2]):
-                assert looked_up(found, other) is None
+        planned = partial(captured_lookups, [(emb.table, 0), (emb.table, 0)])
+        with lookups_in_capture([static], [ids], planned([ids])) as found:
+            for wrong in (static[1:], static.clone(), static.int(), [1, 2]):
+                with pytest.raises(flatbed.FlatbedError, match="looks up other ids"):
+                    looked_up(found, wrong)
             twice = [looked_up(found, static.view(shape)) for shape in ((2, 2, 16), (64,))]
-            assert [one is not None and tuple(one.shape) for one in twice] == [(2, 2, 16), (64,)]
-            static.add_(0)
-            assert looked_up(found, static) is None, "the step may have changed its ids"
+            assert [tuple(one.shape) for one in twice] == [(2, 2, 16), (64,)]
+            assert twice[0].unique is twice[1].unique
+            static.add_(0)  # the step may have changed its ids
+            with pytest.raises(flatbed.FlatbedError, match="looks up other ids"):
+                looked_up(found, static)
         assert len(found.lookups) == 1
-        with lookups_in_capture([static], [ids.clone()]) as found:
+        with (
+            lookups_in_capture([static], [ids.clone()], planned([ids])) as found,
+            pytest.raises(flatbed.FlatbedError, match="looks up other ids"),
+        ):
+            looked_up(found, static)
+        with lookups_in_capture([static], [ids]) as found:
             assert looked_up(found, static) is None
-        with lookups_in_capture([static], [ids], uses_prefetched=False) as found:
-            assert looked_up(found, static) is None
+            with lookups_in_capture([], []):
+                pass
+            assert lookup._capture is found
 
 
 @pytest.mark.parametrize("n", [0, 1, 3, 1023, 1025])
@@ -354,12 +454,11 @@ def test_unique_rows_are_copied(kernel_device: str, n: int) -> None:
     keys = torch.randint(50, (n,), dtype=torch.int32).to(kernel_device)
     found, copy = unique(keys, 50, None), empty_results(n, keys.device)
     copy_results_(copy, found)
-    for name in ("rows", "inverse", "order"):
-        assert torch.equal(getattr(copy, name), getattr(found, name))
-    assert found.starts is not None
-    assert copy.starts is not None
-    n_unique = len(keys.unique())
-    assert torch.equal(copy.starts[: n_unique + 1], found.starts[: n_unique + 1]) or n == 0
+    whole = [torch.empty(0, dtype=torch.int64).set_(one.rows.untyped_storage()) for one in (copy, found)]
+    assert n == 0 or torch.equal(*whole)
+    for name in ("rows", "inverse", "order", "starts", "rank"):
+        views = [getattr(one, name) for one in (copy, found)]
+        assert len({(view.dtype, view.shape, view.storage_offset()) for view in views}) == 1
 
 
 @pytest.mark.usefixtures("capturing")
@@ -369,7 +468,8 @@ def test_a_leaf_without_ids(kernel_device: str) -> None:
     none = torch.empty(0, dtype=torch.int64)
     static = [torch.zeros(N_IDS, dtype=torch.int64).to(kernel_device), none.to(kernel_device)]
     for ids, empty in flatbed.Prefetcher([(drawn(1)[0], none)] * 2, {emb: lambda batch: [*batch]}):
-        with lookups_in_capture(static, [ids, empty]) as found:
+        planned = captured_lookups([(emb.table, 0), (emb.table, 1)], [ids, empty])
+        with lookups_in_capture(static, [ids, empty], planned) as found:
             for one in static:
                 prepare_lookup(emb.table, one, records_grad=True)
         assert not_prefetched(found.noted, [ids, empty]) == []

@@ -45,7 +45,8 @@ def prepare_lookup(
         captured = capture.lookup(table, ids, position) if capturing else None
         if captured is not None:
             return captured
-    if records_grad and device.type == "cuda" and checks.graph_error is None and not capturing:
+    may_be_captured = device.type == "cuda" and (records_grad or capture is not None)
+    if may_be_captured and checks.graph_error is None and not capturing:
         checks.prepare_capture(device, n_rows)
     if table._prefetched and not capturing and isinstance(ids, Tensor):
         if for_bag and table._shards is None:  # otherwise all ranks are told
@@ -203,8 +204,13 @@ class CapturedLookup:
     table: Table
     position: int
     """Of the ids among the leaves of a batch."""
-    batch: LookupBatch
-    """What the graph reads. `load_captured` writes the unique rows."""
+    unique: UniqueRows
+    """What `load_captured` writes and the graph reads.
+
+    Allocated before the capture: kernels of the graph may write to any memory that it allocates.
+    """
+    batch: LookupBatch | None = None
+    """What the graph looks up; None before the capture."""
 
 
 @dataclass(slots=True, eq=False)
@@ -215,9 +221,8 @@ class CaptureContext:
     leaves: list[Tensor]
     versions: list[int]
     """Those of the inputs at the start: an input that the step has changed no longer stands for its leaf."""
-    uses_prefetched: bool
-    """False if all rows are to be admitted inside of the graph."""
-    lookups: list[CapturedLookup] = field(default_factory=list)
+    lookups: list[CapturedLookup]
+    """Those of prefetched rows. Without any, the graph admits the rows of all tables."""
     noted: list[tuple[Table, int | None]] = field(default_factory=list)
     """All lookups: the table, and which input the ids are; None for others, which cannot be prefetched."""
     checks: list[DeferredIdChecks] = field(default_factory=list)
@@ -235,23 +240,18 @@ class CaptureContext:
 
         The ids are the input at `position`, and the leaf that it stands for was prefetched.
         """
-        if position is None or not self.uses_prefetched:
+        store = table._store
+        if not self.lookups or store.cache is None:
             return None
-        for lookup in self.lookups:
-            if lookup.table is table and lookup.position == position:  # looked up twice
-                return replace(lookup.batch, shape=ids.shape)
-        found, store = _prefetched_batch(table, self.leaves[position]), table._store
-        if found is None:
-            return None
-        from flatbed.kernels._triton.rows import empty_results
-
-        keys = _keys(as_ids(ids), store.config.n_rows, store.device)
-        unique_rows = empty_results(keys.numel(), store.device)
-        batch = LookupBatch(ids.shape, keys, unique_rows, found.cache, found.admission)
-        self.lookups.append(CapturedLookup(table, position, batch))
-        assert found.cache is not None
-        found.cache.in_graphs = True
-        return batch
+        lookup = next((one for one in self.lookups if one.table is table and one.position == position), None)
+        found = None if lookup is None else _prefetched_batch(table, self.leaves[lookup.position])
+        if lookup is None or found is None:
+            raise FlatbedError(f"it looks up other ids in {table!r} than in the call before")
+        if lookup.batch is None:
+            keys = _keys(as_ids(ids), store.config.n_rows, store.device)
+            lookup.batch = LookupBatch(ids.shape, keys, lookup.unique, found.cache, found.admission)
+            store.cache.in_graphs = True
+        return replace(lookup.batch, shape=ids.shape)
 
 
 _capture: CaptureContext | None = None
@@ -259,15 +259,18 @@ _capture: CaptureContext | None = None
 
 @contextmanager
 def lookups_in_capture(
-    inputs: list[Tensor], leaves: list[Tensor], *, uses_prefetched: bool = True
+    inputs: list[Tensor], leaves: list[Tensor], lookups: list[CapturedLookup] | None = None
 ) -> Iterator[CaptureContext]:
-    """In the body, lookups of inputs use the rows that were prefetched for leaves, if `uses_prefetched`."""
+    """In the body, lookups of inputs use the rows that were prefetched for leaves.
+
+    In a capture, those are the `lookups` of `captured_lookups`.
+    """
     global _capture
-    _capture = CaptureContext(inputs, leaves, [*map(version_of, inputs)], uses_prefetched)
+    before, _capture = _capture, CaptureContext(inputs, leaves, [*map(version_of, inputs)], lookups or [])
     try:
         yield _capture
     finally:
-        _capture = None
+        _capture = before
 
 
 def _prefetched_batch(table: Table, leaf: Tensor) -> LookupBatch | None:
@@ -287,9 +290,21 @@ def not_prefetched(noted: list[tuple[Table, int | None]], leaves: list[Tensor]) 
     return [
         table
         for table, position in noted
-        if table._store.config.has_cache
+        if table._store.cache is not None
         and (position is None or _prefetched_batch(table, leaves[position]) is None)
     ]
+
+
+def captured_lookups(noted: list[tuple[Table, int | None]], leaves: list[Tensor]) -> list[CapturedLookup]:
+    """Return a lookup for each table with a cache and each leaf that a step was seen to look up in it."""
+    from flatbed.kernels._triton.rows import empty_results
+
+    found = {}
+    for table, position in noted:
+        if position is not None and table._store.cache is not None:
+            unique_rows = empty_results(leaves[position].numel(), table._store.device)
+            found[id(table), position] = CapturedLookup(table, position, unique_rows)
+    return [*found.values()]
 
 
 def load_captured(lookups: list[CapturedLookup], leaves: list[Tensor]) -> bool:
@@ -302,6 +317,7 @@ def load_captured(lookups: list[CapturedLookup], leaves: list[Tensor]) -> bool:
 
     batches = []
     for lookup in lookups:
+        assert lookup.batch is not None
         own = lookup.batch.cache
         assert own is not None
         if own.has_unseen_replays:
@@ -309,7 +325,7 @@ def load_captured(lookups: list[CapturedLookup], leaves: list[Tensor]) -> bool:
         batch = prepare_lookup(lookup.table, leaves[lookup.position], records_grad=True)
         if batch.cache is not own:
             return False
-        copy_results_(lookup.batch.unique, batch.unique)
+        copy_results_(lookup.unique, batch.unique)
         batches.append(batch)
     for lookup in lookups:
         if lookup.table._deferred_checks.pending:  # of ids on a GPU that were not prefetched
