@@ -1,6 +1,6 @@
 """Training steps of a table with a cache on the GPU, by distribution and by size of the cache.
 
-- step: a table on the host, eager, prefetched and captured, for uniform and skewed ids.
+- step: a table on the host, eager and captured, for uniform and skewed ids (`overlap` has prefetched steps).
 - sizes: caches of several sizes.
 
 The baseline is `torch sparse`: the whole table on the GPU.
@@ -78,7 +78,7 @@ def settings(spec: TableSpec, options: Options) -> Iterator[Setting]:
     captured = ((CAPTURED,),) if options.on_gpu else ()
     for ids in DISTRIBUTIONS if options.wants("step") else ():
         yield Setting("cache step", ids, 0, (EAGER,), plan)
-        for variants in ((EAGER, PREFETCHED, SPARSE), *captured):
+        for variants in ((EAGER, SPARSE), *captured):
             yield Setting("cache step", ids, default_rows("host", spec, options), variants, plan)
     for ids in ("zipf 1.05", "zipf 1.2") if options.wants("sizes") else ():
         for size in (4 * spec.n_ids, 8 * spec.n_ids) if options.is_small else SIZES:

@@ -16,7 +16,7 @@ import flatbed
 from flatbed.cli import app
 from flatbed.errors import DamagedFileError
 from flatbed.tables.storage import base
-from flatbed.tables.storage.disk import DiskStorage, ReadOnlyStorage
+from flatbed.tables.storage.disk import DiskStorage, ReadOnlyStorage, checked_records, journal
 from flatbed.tables.storage.disk.checked_records import (
     as_records,
     device_row_sums,
@@ -62,7 +62,11 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("nbytes", [16, 128, 1536])
-def test_a_device_computes_the_same_checksums(nbytes: int, device: str) -> None:
+@pytest.mark.parametrize("n_at_once", [1, 70, 300])
+def test_a_device_computes_the_same_checksums(
+    n_at_once: int, nbytes: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checked_records, "DEVICE_PART", n_at_once * nbytes)
     records = torch.from_numpy(
         np.random.default_rng(nbytes).integers(256, size=(300, nbytes), dtype=np.uint8)
     )
@@ -72,7 +76,11 @@ def test_a_device_computes_the_same_checksums(nbytes: int, device: str) -> None:
 
 
 @pytest.mark.parametrize("error", [0, 1])
-def test_rows_with_known_checksums(error: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("part", [256, 1 << 20])  # several threads copy, or one
+def test_rows_with_known_checksums(
+    part: int, error: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal, "MEMORY_PART", part)
     records = random_records(50)
     with closing(made(tmp_path, N_ROWS)) as storage:
         storage.scatter_(torch.arange(50), records, device_row_sums(records) + error)
