@@ -122,6 +122,12 @@ assert not loaded("matplotlib", "triton", "flatbed.doctor")
 from flatbed.word2vec import Corpus, Settings, Trainer
 Trainer(Corpus.from_sentences([["a", "b"]] * 50), Settings(dim=4, device="cpu", subsample=0)).run()
 assert not loaded("torch._dynamo")
+import tempfile
+emb, folder = flatbed.Embedding(10, 4), tempfile.mkdtemp()
+optimizer = flatbed.optim.Adam(emb)
+flatbed.save_checkpoint(folder, emb, optimizer)
+flatbed.load_checkpoint(folder, emb, optimizer)
+assert not loaded("torch._dynamo")  # Control-C in its import would be the end of all saves
 print("light")
 """
     done = subprocess.run(

@@ -78,6 +78,8 @@ def capture(
     >>> step = flatbed.capture(train_step)
     >>> losses = [step(batch) for batch in batches]
     """
+    if not callable(train_step):
+        raise TypeError(f"train_step must be a function of a batch; found {type(train_step).__name__}")
     step = CapturedStep(train_step, None if device is None else device_of(device))
     if example_batch is not None:
         step.begin(example_batch)
@@ -124,9 +126,9 @@ class CapturedStep:
 
     def begin(self, example_batch: Any) -> None:
         """Take the structure, shapes and device of all batches from an example."""
-        found, structure = tree_flatten_with_path(example_batch)
-        self._names = [f"batch{keystr(path)}" for path, _ in found]
-        tensors = [_tensor(leaf, name) for name, (_, leaf) in zip(self._names, found, strict=True)]
+        leaves, structure = tree_flatten(example_batch)
+        self._names = _names(example_batch)
+        tensors = [*map(_tensor, leaves, self._names)]
         if not tensors:
             raise ValueError(f"a batch has no tensor; found {type(example_batch).__name__}")
         devices = {tensor.device for tensor in tensors if tensor.is_cuda}
@@ -151,7 +153,7 @@ class CapturedStep:
 
     def _run(self, batch: Any) -> Any:
         leaves, structure = tree_flatten(batch)
-        names = self._names if len(leaves) == len(self._names) else ["batch"] * len(leaves)
+        names = self._names if structure == self._structure else _names(batch)
         leaves = [*map(_tensor, leaves, names)]
         kinds = [(leaf.shape, leaf.dtype) for leaf in leaves]
         is_known = structure == self._structure and self._kinds == kinds
@@ -278,7 +280,9 @@ class CapturedStep:
             found = f"{name} is {new[1]} of shape {tuple(new[0])}"
             found += f", and that of the example batch is {old[1]} of shape {tuple(old[0])}"
             remedy = ". DataLoader(drop_last=True) leaves out a short last batch" if new[1] == old[1] else ""
-        effect = "" if self._device.type == "cpu" else ": the batch runs without a CUDA graph"
+        effect = (
+            "" if self._device.type == "cpu" else ": it runs without the CUDA graph, with the same result"
+        )
         return f"{found}{effect}{remedy}"
 
     def _warn_once(self, about: str, message: str, *, stacklevel: int = 4) -> None:
@@ -315,14 +319,19 @@ def params_of(optimizers: list[torch.optim.Optimizer]) -> list[Tensor]:
     return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
 
 
+def _names(batch: Any) -> list[str]:
+    """Return names of the leaves, as Python would index them."""
+    return [f"batch{keystr(path)}" for path, _ in tree_flatten_with_path(batch)[0]]
+
+
 def _tensor(leaf: Any, name: str) -> Tensor:
     found = as_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf
     if isinstance(found, Tensor):
         return found
     what = f"an array of {leaf.dtype}" if isinstance(leaf, np.ndarray) else type(leaf).__name__
+    remedy = "pass a batch without it" if name != "batch" else "nested dicts, lists and tuples can hold them"
     raise TypeError(
-        f"a captured step takes batches of tensors and arrays of numbers; found {what} in {name}: pass a "
-        "batch without it"
+        f"a captured step takes batches of tensors and arrays of numbers; found {what} in {name}: {remedy}"
     )
 
 

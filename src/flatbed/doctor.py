@@ -90,7 +90,9 @@ def gpu() -> Finding:
         remedy = "torch sees no GPU: check nvidia-smi and CUDA_VISIBLE_DEVICES."
         if torch.version.cuda is None:
             remedy = "This torch is built without CUDA: for a GPU, install a build from https://pytorch.org."
-        return Finding(False, "no CUDA GPU", f"flatbed runs on the CPU, with the same results. {remedy}")
+        return Finding(
+            False, "no CUDA GPU", f"flatbed runs on the CPU, with the same results up to rounding. {remedy}"
+        )
     free, total = torch.cuda.mem_get_info(0)
     value = f"{torch.cuda.get_device_name(0)}, {free / GB:.1f} of {total / GB:.1f} GB free"
     count = torch.cuda.device_count()

@@ -34,11 +34,10 @@ from tests import programs
 from tests.checkpoint.saved import Saved, current
 from tests.programs import Program
 from tests.tables.storage.disk import crash_model
-from tests.tables.test_interruptions import answered, interrupted
+from tests.tables.test_interruptions import answered, interrupted, is_signal_point
 from tests.tables.training import Expected, Model, Operations, build, close, difference, snapshot, step
 
 ROOT = Path(__file__).parents[2]
-SOURCE = str(Path(flatbed.__file__).parent)
 PAIRS = [("host", "disk"), ("device", "host"), ("disk", "disk")]
 
 
@@ -298,6 +297,10 @@ def test_a_folder_that_loses_its_disk_table_is_named_before_it_does(tmp_path: Pa
 
     shutil.copytree(tmp_path, copied := tmp_path.with_name("copied"))
     run.model, run.optimizer = build(copied)  # knows from its file alone what is saved where
+    for options in ({}, {"copy_disk_tables": True}):
+        with pytest.raises(FlatbedError, match=r"rest of that checkpoint was not loaded.*load_checkpoint"):
+            save_checkpoint(copied / "last", run.model, run.optimizer, **options)
+    load_checkpoint(copied / "last", run.model, run.optimizer)
     save_checkpoint(copied / "last", run.model, run.optimizer)
     save_checkpoint(best, run.model, run.optimizer, copy_disk_tables=True)
     with pytest.warns(UserWarning, match=rf"{copied / 'last'}.* {best}/v.*another path") as caught:
@@ -307,6 +310,39 @@ def test_a_folder_that_loses_its_disk_table_is_named_before_it_does(tmp_path: Pa
     load_checkpoint(best, run.model, run.optimizer)
     shutil.rmtree(best)
     save_checkpoint(last, run.model, run.optimizer)
+
+
+def test_a_table_that_goes_on_alone_is_saved_elsewhere(tmp_path: Path) -> None:
+    """Its file was opened, and the rest of its checkpoint was not loaded."""
+    run = Saved(tmp_path)
+    close(run.model)
+    run.model, run.optimizer = build(tmp_path)
+    run.step(2)
+    with pytest.raises(
+        FlatbedError, match=rf"1\.bed \(table second\.weight\) .* {run.folder}, .* not loaded"
+    ):
+        save_checkpoint(run.folder, run.model, run.optimizer)
+    run.assert_loads()
+    run.step(2)
+    save_checkpoint(run.folder, run.model, run.optimizer)
+    close(run.model)
+    run.model, run.optimizer = build(tmp_path)
+    run.step(2)
+    with pytest.warns(UserWarning, match="cannot be loaded any more"):
+        save_checkpoint(tmp_path / "other", run.model, run.optimizer)
+    save_checkpoint(tmp_path / "other", run.model, run.optimizer)
+    close(run.model)
+
+
+def test_a_load_drops_gradients(tmp_path: Path) -> None:
+    """Those of a step that was interrupted would be added to the next ones."""
+    run = Saved(tmp_path)
+    parameters = [p for p in run.model.parameters() if p.requires_grad]
+    run.model(torch.arange(5)).square().sum().backward()
+    assert all(p.grad is not None for p in parameters)
+    run.load()
+    assert all(p.grad is None for p in parameters)
+    close(run.model)
 
 
 def test_versions_whose_disk_table_would_be_lost_are_not_kept(tmp_path: Path) -> None:
@@ -443,42 +479,39 @@ def test_failure_of_every_file_operation(error: BaseException, tmp_path: Path) -
     assert went_on > counted.count * 0.3
 
 
-class LineInterrupt:
-    """Raises KeyboardInterrupt before one line of flatbed's Python code; counts them all."""
+class CallInterrupt:
+    """Raises KeyboardInterrupt at one of flatbed's calls, where Python handles signals; counts them all."""
 
     def __init__(self, at: int | None = None) -> None:
         self.at, self.count = at, 0
 
-    def __call__(self, frame: Any, event: str, argument: Any) -> Any:
-        file = frame.f_code.co_filename
-        # Locks run Python in tests alone.
-        if not file.startswith(SOURCE) or file.endswith("cuda/streams.py"):
-            return None
-        self.count += event == "line"
-        if event == "line" and self.count == self.at:
-            raise KeyboardInterrupt
-        return self
+    def __call__(self, frame: Any, event: str, argument: Any) -> None:
+        if is_signal_point(frame, event):
+            self.count += 1
+            if self.count == self.at:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
 
-    def __enter__(self) -> LineInterrupt:
+    def __enter__(self) -> CallInterrupt:
         gc.disable()
-        sys.settrace(self)
+        sys.setprofile(self)
         return self
 
     def __exit__(self, *_: object) -> None:
-        sys.settrace(None)
+        sys.setprofile(None)
         gc.enable()
 
 
 # Control-C between opening a file and entering its `with` leaves the file to the garbage collector.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_control_c_at_any_line_of_a_save(tmp_path: Path) -> None:
+def test_control_c_at_any_call_of_a_save(tmp_path: Path) -> None:
     """Training goes on, and the folder holds one whole checkpoint."""
-    counted, expected = LineInterrupt(), Expected(tmp_path / "expected")
+    counted, expected = CallInterrupt(), Expected(tmp_path / "expected")
     close(saved_twice(tmp_path / "count", counted)[0])
     draw = torch.Generator().manual_seed(0)
     for number in sorted(torch.randperm(counted.count, generator=draw)[:30].tolist()):
         folder = tmp_path / str(number)
-        model, optimizer, _ = saved_twice(folder, LineInterrupt(number))
+        model, optimizer, _ = saved_twice(folder, CallInterrupt(number))
         assert goes_on(folder, model, optimizer, save=True), number
         close(model)
         model, optimizer = build(folder)
@@ -490,16 +523,16 @@ def test_control_c_at_any_line_of_a_save(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("copied", [False, True], ids=["in place", "copied"])
-def test_control_c_at_any_line_of_a_load(copied: bool, tmp_path: Path) -> None:
+def test_control_c_at_any_call_of_a_load(copied: bool, tmp_path: Path) -> None:
     """Everything is as before or as saved; otherwise the next step and save say so until a load succeeds."""
     run = Saved(tmp_path, copy_disk_tables=copied)
-    with LineInterrupt() as counted:
+    with CallInterrupt() as counted:
         run.load()
     outcomes = Counter[str]()
     late = counted.count * 9 // 10  # rows are replaced
-    for number in (*range(1, late, 200), *range(late, counted.count - 20, 20), counted.count - 2):
+    for number in (*range(1, late, 100), *range(late, counted.count - 10, 10), counted.count - 2):
         run.step(2)
-        with LineInterrupt(number), suppress(KeyboardInterrupt):
+        with CallInterrupt(number), suppress(KeyboardInterrupt):
             run.load()
         gc.collect()
         if run.model.first.table._store._is_half_loaded:

@@ -34,7 +34,7 @@ TYPED = [
     ("neighbors {folder}/missing.txt append", r"missing.txt' does not exist"),
     ("neighbors {folder}/notes.txt append", r"notes.txt does not begin with a line of two numbers"),
     ("check {folder}/missing", r"missing is missing, or no file"),
-    ("check {folder}/notes.txt", r"notes.txt is missing, damaged or of another kind"),
+    ("check {folder}/notes.txt", r"notes.txt is damaged or of another kind"),
     ("check {folder}", r"holds no checkpoint"),
     ("doctor cuda", r"unexpected extra argument(\(s\))? \(cuda\)"),
     ("doctor --jsn", r"No such option: --jsn"),

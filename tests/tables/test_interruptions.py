@@ -30,6 +30,16 @@ IN_FINALIZERS = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExcep
 """For interruptions in finalizers, which Python ignores."""
 
 
+def is_signal_point(frame: Any, event: str, within: str | tuple[str, ...] = SOURCE) -> bool:
+    """Python handles signals at the begin of a function, and after a function of C.
+
+    Tests check locks in Python: left out.
+    """
+    file = frame.f_code.co_filename
+    skipped = file.endswith("streams.py") or frame.f_code.co_name == "<genexpr>"
+    return event in ("call", "c_return") and file.startswith(within) and not skipped
+
+
 def interrupted(
     act: Callable[[], Any],
     number: int,
@@ -44,10 +54,7 @@ def interrupted(
 
     def profile(frame: Any, event: str, _: Any) -> None:
         nonlocal n_seen
-        file = frame.f_code.co_filename
-        # At the begin of a function, and after a function of C. Tests check locks in Python: left out.
-        skipped = file.endswith("streams.py") or frame.f_code.co_name == "<genexpr>"
-        if event in ("call", "c_return") and file.startswith(within) and not skipped:
+        if is_signal_point(frame, event, within):
             n_seen += 1
             if n_seen == number:
                 sys.setprofile(None)

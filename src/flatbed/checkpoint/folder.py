@@ -39,7 +39,9 @@ class NoCheckpointError(FlatbedError, FileNotFoundError):
 
 def no_checkpoint(folder: Path) -> NoCheckpointError:
     """Return the error of a folder without a checkpoint."""
-    return NoCheckpointError(f"{folder} holds no checkpoint (there is no {CURRENT} in it): check the path")
+    versions = sorted(path for path in folder.glob("v*") if (path / MANIFEST).exists())
+    remedy = f"load {versions[-1]} itself, if it is what you want" if versions else "check the path"
+    return NoCheckpointError(f"{folder} holds no checkpoint (there is no {CURRENT} in it): {remedy}")
 
 
 def read_current(folder: Path) -> tuple[str, list[str]]:

@@ -80,8 +80,8 @@ def load_checkpoint(
     All files are read and checked first, and nothing changes if one of them does not fit, is damaged, or
     finds no space. An error of a `load_state_dict` puts everything back: copies are kept in host memory.
     After an error or Control-C while rows are being replaced, all tables raise until a load succeeds.
-    What is not passed is left out: without optimizers, tables are loaded without their state. With
-    optimizers, a warning names a scheduler, scaler or random generators that are left out.
+    Gradients are dropped. What is not passed is left out: without optimizers, tables are loaded without their
+    state. With optimizers, a warning names a scheduler, scaler or random generators that are left out.
     `folder` may be a version in the folder that ``keep=`` has kept. With torch.distributed, all ranks call
     this, and all raise if one of them cannot load. Their number may differ from that at the save: each rank
     reads the rows that it holds of tables with ``shard="row"``.
@@ -133,13 +133,16 @@ def load_checkpoint(
         except BaseException:
             if any(table._store.generation != generation for table, generation in begun):
                 for table, _ in begun:
-                    table._store.mark_half_loaded(True)
+                    table._store.mark_half_loaded()
             for part, state in reversed(before):
                 with suppress(Exception):  # of the part that raised, which may refuse any state
                     (part.put_back or part.load)(state)
             raise
+        model.zero_grad()  # gradients of a step that Control-C has ended are not the checkpoint's
+        for one in training.optimizers:
+            one.zero_grad()
         for table in training.tables.values():
-            table._store.mark_half_loaded(False)
+            table._store.mark_loaded()
     return dict(manifest["extra"])
 
 

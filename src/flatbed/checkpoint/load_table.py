@@ -118,6 +118,8 @@ def check_path(path: Path, *, forget: bool = False) -> str:
     With `forget`, remove the checksums of a table on disk instead.
     """
     if forget:
+        if path.is_dir():
+            raise FlatbedError(f"--forget takes the file of a table on disk (.bed); found the folder {path}")
         forget_sums(path)
         return f"{path}: its rows are taken as they are, and get checksums when they change"
     if path.is_dir():

@@ -125,6 +125,10 @@ def save_checkpoint(
             raise ValueError(f"keep must be at least 1, the version that is being saved; found {keep!r}")
         manifest = {"format": folders.FORMAT, "version": folders.FORMAT_VERSION}
         manifest |= {"extra": _checked_extra(extra), "files": {}}
+        on_disk = {name: table for name, table in training.tables.items() if table.storage == "disk"}
+        if on_disk and (len(on_disk) < len(training.tables) or dense_state(model)):
+            for name, table in on_disk.items():
+                table._store.check_loaded(name, folder)
         in_place = _tables_in_place(training, copy_disk_tables)
         if keep > 1 and in_place:
             path = training.tables[in_place[0]]._store.config.path

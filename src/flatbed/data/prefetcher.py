@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import operator
+import os
+import signal
+import threading
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -142,7 +146,8 @@ class Prefetcher:
                 assert isinstance(self.loader, Sequence)
                 self._pinned = pinned_batches(self.loader, mover)
             return iter(self._pinned)
-        batches: Iterator[Any] = iter(self.loader)
+        with control_c_later() if has_workers(self.loader) else nullcontext():
+            batches: Iterator[Any] = iter(self.loader)
         if batches is not self.loader:
             return batches
         if self._is_exhausted:  # an epoch without batches would pass for training
@@ -163,12 +168,45 @@ class Prefetcher:
         self._is_exhausted = True
 
 
+def has_workers(loader: Iterable[Any]) -> bool:
+    """Return True for a DataLoader whose other processes make batches, in memory of their own."""
+    begin = getattr(type(loader), "__iter__", None)  # that of a subclass may make batches here
+    return isinstance(loader, DataLoader) and begin is DataLoader.__iter__ and loader.num_workers > 0
+
+
 def _may_reuse(loader: Iterable[Any]) -> bool:
     """Return True if code of the user makes batches in this process: it may write to them again."""
-    begin = getattr(type(loader), "__iter__", None)  # that of a subclass may make batches here
-    if isinstance(loader, DataLoader) and begin is DataLoader.__iter__:
-        return loader.num_workers == 0  # batches of other processes have memory of their own
-    return begin not in (list.__iter__, tuple.__iter__)
+    begin = getattr(type(loader), "__iter__", None)
+    return not has_workers(loader) and begin not in (list.__iter__, tuple.__iter__)
+
+
+@contextmanager
+def control_c_later() -> Iterator[None]:
+    """Let Control-C wait for the end of the body, which forks.
+
+    Python loses it in functions that run at a fork, and keeps the lock of `logging`: a loader thread that
+    asks for that lock would wait forever. In the forked processes, Control-C acts at once.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    before = signal.getsignal(signal.SIGINT) if is_main else None
+    if not callable(before):  # in another thread, or ignored
+        yield
+        return
+    process, waiting = os.getpid(), list[Any]()
+
+    def wait(number: int, frame: Any) -> None:
+        if os.getpid() == process:
+            waiting.append(frame)
+        else:
+            before(number, frame)
+
+    signal.signal(signal.SIGINT, wait)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if waiting:
+            before(signal.SIGINT, waiting[0])
 
 
 def selectors_by_table(lookups: Any) -> dict[Table, list[Selector]]:

@@ -198,7 +198,7 @@ class Optimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """State by torch's keys and in torch's format: `torch.optim` can load it."""
         self._make_state_early(copies_weights=True)
-        return build_state_dict(self, super().state_dict(), with_tables=True)
+        return build_state_dict(self, _torch_state_dict(self), with_tables=True)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class or of torch's; nothing changes if it does not fit."""
@@ -206,7 +206,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _state_dict_without_tables(self) -> dict[str, Any]:
         """`state_dict()` without the state of tables, which checkpoints save separately."""
-        return build_state_dict(self, super().state_dict(), with_tables=False)
+        return build_state_dict(self, _torch_state_dict(self), with_tables=False)
 
     def _load_state_dict_without_tables(self, state_dict: dict[str, Any]) -> None:
         """`load_state_dict()` that does not change tables and their state."""
@@ -396,6 +396,11 @@ class Optimizer(torch.optim.Optimizer):
         if self._plan is not None and any(stepper.captured for stepper in self._plan.steppers):
             self._retired.append(self._plan)
         self._plan = None
+
+
+# Without torch's guard against tracing, which imports dynamo when it is called first: Control-C meanwhile
+# would leave modules half imported, and no state could be saved any more.
+_torch_state_dict: Callable[[Any], dict[str, Any]] = inspect.unwrap(torch.optim.Optimizer.state_dict)
 
 
 @torch._disable_dynamo  # type: ignore[attr-defined]

@@ -290,8 +290,8 @@ def _check_resume(config: Config, resume: bool | None) -> None:
     elif resume is None and path not in _announced and is_disk_table(path):  # opening others raises
         _announced.add(path)
         note(
-            f"{path} exists: the table has its rows instead of new ones (resume=True silences this, "
-            f"resume=False refuses the file)"
+            f"{path} exists: the table has its rows instead of new ones (flatbed.load_checkpoint restores "
+            "the rest of a checkpoint; resume=True silences this line, resume=False refuses the file)"
         )
 
 

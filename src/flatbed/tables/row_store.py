@@ -74,6 +74,7 @@ class RowStore:
         self._storage: Storage | None = None
         self._is_closed = False
         self._is_half_loaded = False
+        self._is_unloaded = False  # True if a file was opened, and no checkpoint was loaded or saved since
         self._lock = OrderedLock("layout")
         self._process = os.getpid()
         if config.storage == "disk":
@@ -83,6 +84,7 @@ class RowStore:
             self._storage, self.record = storage, storage.record
             self.adopt_state(storage.meta.get("scalars", {}))
             self.optimizer = storage.meta.get("optimizer")
+            self._is_unloaded = True
 
     # ---- states
 
@@ -243,9 +245,13 @@ class RowStore:
 
         return replace_in_memory if self.in_memory else replace_file
 
-    def mark_half_loaded(self, is_half_loaded: bool) -> None:
-        """Let every use raise except for loads, or no more."""
-        self._is_half_loaded, self._laid_out = is_half_loaded, -1
+    def mark_half_loaded(self) -> None:
+        """Let every use raise except for loads."""
+        self._is_half_loaded, self._laid_out = True, -1
+
+    def mark_loaded(self) -> None:
+        """Let uses raise no more, and saves to the folder of the checkpoint."""
+        self._is_half_loaded, self._is_unloaded, self._laid_out = False, False, -1
 
     def _use_storage(self, storage: Storage) -> None:
         self.version += 1
@@ -381,18 +387,34 @@ class RowStore:
 
         `after` says what changes it, and what to do; a save to that `folder` itself replaces the checkpoint.
         """
+        own = self._folder()
+        if own is not None and (folder is None or os.path.realpath(own) != os.path.realpath(folder)):
+            warnings.warn(
+                f"{self.config.path}{f' (table {name})' if name else ''} has the rows of the checkpoint "
+                f"in {own}, which cannot be loaded any more after {after}",
+                stacklevel=3,
+            )
+
+    def _folder(self) -> Path | None:
+        """Return the folder whose valid checkpoint a disk table has the rows of; None if there is none."""
         if self._file is None or not {"decision", "token"} <= self._file.meta.keys():
-            return
+            return None
         decision = Path(os.path.normpath(self._file.path.parent / str(self._file.meta["decision"])))
-        if folder is not None and os.path.realpath(decision.parent) == os.path.realpath(folder):
-            return
         with suppress(FlatbedError, OSError):
             if token_in(decision) == self._file.meta["token"]:
-                warnings.warn(
-                    f"{self._file.path}{f' (table {name})' if name else ''} has the rows of the checkpoint "
-                    f"in {decision.parent}, which cannot be loaded any more after {after}",
-                    stacklevel=3,
-                )
+                return decision.parent
+        return None
+
+    def check_loaded(self, name: str, folder: Path) -> None:
+        """Raise if a save would replace a checkpoint of which only the rows of this table go on."""
+        own = self._folder() if self._is_unloaded else None
+        if own is not None and os.path.realpath(own) == os.path.realpath(folder):
+            raise FlatbedError(
+                f"{self.config.path} (table {name}) was opened with the rows of the checkpoint in {folder}, "
+                "and the rest of that checkpoint was not loaded: this save would replace it. Call "
+                "flatbed.load_checkpoint before the training; or, if only the rows are to be kept, save to "
+                "another folder, or delete this one"
+            )
 
     def checkpoint(self) -> None:
         """Make rows and state of a disk table durable, all or nothing."""
@@ -408,6 +430,7 @@ class RowStore:
         # Relative, so that copies of table and folder name each other.
         relative = os.path.relpath(decision, storage.path.parent)
         storage.prepare(self._meta(token=token, decision=relative), decision=decision, token=token)
+        self._is_unloaded = False
 
     def state_at(self, token: str) -> tuple[tuple[Field, ...], dict[str, float]] | None:
         """Return fields and numbers of state in the file's checkpoint with this token; None without one."""

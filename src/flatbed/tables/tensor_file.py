@@ -249,9 +249,9 @@ def naming_damage(path: Path) -> Iterator[None]:
     except (FlatbedError, MemoryError):
         raise
     except Exception as error:
+        found = "is damaged or of another kind" if os.path.lexists(path) else "is missing"
         raise DamagedFileError(
-            f"{path} is missing, damaged or of another kind ({type(error).__name__}: {error}): check the "
-            "path, or restore it from a copy"
+            f"{path} {found} ({type(error).__name__}: {error}): check the path, or restore it from a copy"
         ) from error
 
 

@@ -142,6 +142,7 @@ def _disk_faults() -> int:
 MAGIC = b"flatbed-sum2\r\n\x1a\n"
 CHECKED = 1 << 20  # bytes of records copied at a time, which fit into a core's cache
 DEVICE_PART = 16 << 20  # bytes of records summed at a time on a GPU
+MAX_LISTED = 20  # damaged rows in a message
 SUMMED = 1 << 19  # bytes of records summed at a time: part and product stay in a core's cache
 
 
@@ -275,24 +276,25 @@ def check_rows(file: MappedFile, rows: NDArray[np.int64], pool: ThreadPoolExecut
         return
     fresh = rows[~checked[rows]]
     nbytes = records.dtype.itemsize
-    step = max(1, CHECKED // nbytes)
+    step, wrong = max(1, CHECKED // nbytes), list[int]()
 
     def compare(part: slice) -> None:
         some = fresh[part]
         for start in range(0, len(some), step):
             at = some[start : start + step]
-            wrong = at[(sums[at] != 0) & (sums[at] != row_sums(records[at]))]
-            if len(wrong):
-                raise _damaged(file, wrong)
+            wrong.extend(at[(sums[at] != 0) & (sums[at] != row_sums(records[at]))].tolist())
 
     if len(fresh):
         split(pool, compare, len(fresh), n_parts=nbytes * len(fresh) // MEMORY_PART)
+        if wrong:
+            raise _damaged(file, sorted(wrong))
         checked[fresh] = True
 
 
-def _damaged(file: MappedFile, rows: NDArray[np.int64]) -> DamagedFileError:
-    others = f" and {len(rows) - 1} near it" if len(rows) > 1 else ""
+def _damaged(file: MappedFile, rows: list[int]) -> DamagedFileError:
+    some = ", ".join(map(str, rows[:MAX_LISTED]))
+    others = f" and {len(rows) - MAX_LISTED:,} others" if len(rows) > MAX_LISTED else ""
     return DamagedFileError(
-        f"row {rows[0]}{others} in {file.path} is not as it was written: its checksum is wrong; restore "
-        f"the file from a copy, or run `flatbed check --forget {file.path}` to take all rows as they are"
+        f"in {file.path} the checksum of row {some}{others} is wrong: restore the file from a copy, or run "
+        f"`flatbed check --forget {file.path}` to take all rows as they are, without their checksums"
     )

@@ -69,7 +69,7 @@ class MappedFile:
         if not is_same:
             raise FlatbedError(
                 f"{self.path} was removed or replaced while it was open, and nothing was written: put it "
-                "back, or save the rows elsewhere (table.save)"
+                "back (the file itself, not a copy), or save the rows elsewhere (table.save)"
             )
 
     def map(

@@ -241,9 +241,10 @@ class OpenFiles:
             n_rows = self.journal.n_entries
         if n_rows:
             note(
-                f"{n_rows} rows of {self.table.path} changed since its last checkpoint and are dropped: "
-                f"save them first, by flatbed.save_checkpoint if that saves this table, otherwise by "
-                f"table.close() or table.checkpoint(). table.close(discard=True) drops them in silence"
+                f"{n_rows} rows of {self.table.path} changed since its last checkpoint and are dropped. To "
+                f"keep such rows, save before the end: by flatbed.save_checkpoint if that saves this table, "
+                f"otherwise by table.close() or table.checkpoint(). table.close(discard=True) drops them in "
+                f"silence"
             )
 
 

@@ -169,14 +169,19 @@ class ReadOnlyStorage:
 
     def check_rows(self) -> int:
         """Compare all rows with their checksums, and return the number of rows that have one."""
-        version = self.refresh()
+        version, is_damaged = self.refresh(), False
         nbytes = version.rows.itemsize
         with progress(f"checking {self.path.name}", self.n_rows, "rows") as advance:
             for start, stop in row_blocks(0, self.n_rows, nbytes):
                 # Reads ahead, unlike the mapping, which is advised for random rows.
                 version.file.read(RECORDS_AT + start * nbytes, np.empty((stop - start) * nbytes, np.uint8))
-                self.gather(torch.arange(start, stop, device=CPU), 1)
+                try:
+                    self.gather(torch.arange(start, stop, device=CPU), 1)
+                except DamagedFileError:
+                    is_damaged = True
                 advance(stop - start)
+        if is_damaged:
+            self.gather(torch.arange(self.n_rows, device=CPU), 1)  # names all damaged rows
         sums = self.refresh().file.sums
         return 0 if sums is None else int(np.count_nonzero(sums[: self.n_rows]))
 
