@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -33,8 +34,8 @@ def prefetches(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) 
     """Stand-ins for `RowPrefetch` in the order in which iterations made them: with one and two threads."""
     made: Fakes = []
 
-    def make(table: flatbed.Table, depth: int) -> FakePrefetch:
-        made.append(FakePrefetch(table, depth, reads_disk=request.param))
+    def make(table: flatbed.Table, depth: int, keys: Any) -> FakePrefetch:
+        made.append(FakePrefetch(table, depth, keys, reads_disk=request.param))
         return made[-1]
 
     monkeypatch.setattr(prefetcher, "RowPrefetch", make)

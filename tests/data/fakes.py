@@ -40,6 +40,7 @@ class FakePrefetch:
 
     table: Table
     depth: int
+    keys: Any = ()
     reads_disk: bool = False
     requests: list[FakeRequest] = field(default_factory=list)
     calls: list[tuple[str, int]] = field(default_factory=list)

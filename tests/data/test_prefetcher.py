@@ -283,6 +283,13 @@ def test_keys_and_functions(emb: flatbed.Embedding, prefetches: Fakes, make: Any
     assert [request.ids for request in prefetches[0].requests] == [[[4, 5]], [[6]]]
 
 
+def test_errors_name_the_key_of_the_ids() -> None:
+    users, items = (flatbed.Embedding(ROWS, 4) for _ in range(2))
+    batches = [{"users": torch.arange(3), "items": torch.tensor([1, ROWS])}]
+    with pytest.raises(IndexError, match=r"the lookups of Table\(.*\) by 'items': id"):
+        next(iter(flatbed.Prefetcher(batches, {users: "users", items: "items"})))
+
+
 def test_several_tables_and_lookups(emb: flatbed.Embedding, prefetches: Fakes) -> None:
     """A function is called once for each batch, with tensors on the host."""
     other, tied = flatbed.EmbeddingBag(ROWS, 4), flatbed.Embedding.from_table(emb.table)

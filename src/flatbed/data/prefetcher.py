@@ -133,7 +133,10 @@ class Prefetcher:
             self._previous.join(PREVIOUS_SECONDS)  # persistent workers are not for two threads
         # The loader's iterator is made here and not in the thread: DataLoaders draw a seed and fork then.
         batches = self._begin(mover)
-        lookups = [(s, RowPrefetch(table, self.depth)) for table, s in self._selectors.items()]
+        lookups = []
+        for table, selectors in self._selectors.items():
+            keys = [selector for selector in selectors if not callable(selector)]
+            lookups.append((selectors, RowPrefetch(table, self.depth, keys)))
         ranks = None
         if self._channel is not None:
             ranks = LoaderRanks(self._channel, [*self._selectors], uneven=self.uneven, depth=self.depth)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -65,12 +65,13 @@ class RowPrefetch:
     """Prefetches rows of one table, for one iteration of a loader.
 
     It never changes the result of a lookup. Rows of up to `depth` batches after the current one are
-    prefetched; with 0, ids are only checked.
+    prefetched; with 0, ids are only checked. `keys` are those of a batch that have the ids, for errors.
     """
 
-    def __init__(self, table: Table, depth: int) -> None:
+    def __init__(self, table: Table, depth: int, keys: Sequence[object] = ()) -> None:
         store = table._store
         self.table, self.store, self.depth = table, store, depth
+        self._name = f"the lookups of {table!r}" + "".join(f" by {key!r}" for key in keys)
         # In training, on a GPU or under Triton's interpreter, rows are admitted to a cache. The mode of this
         # thread counts: the loader thread has one of its own.
         on_gpu = store.device.type == "cuda" or use_triton(store.device)
@@ -94,7 +95,7 @@ class RowPrefetch:
                 check_range(sought, n_rows)
             except IndexError as error:
                 if at_once:
-                    raise IndexError(f"the lookups of {self.table!r}: {error}") from None
+                    raise IndexError(f"{self._name}: {error}") from None
                 request.is_in_range = False
             rows = torch.unique(sought) if needs_rows else None
             request.lookups.append(LookupRequest(one, version, sought.numel(), rows))
