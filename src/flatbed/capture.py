@@ -38,9 +38,6 @@ from flatbed.tables.table import Table
 WARM_UP = 3
 """Calls before the capture: kernels are compiled, and optimizers and tables allocate, in the first ones."""
 
-MAX_TABLES = 1024
-"""Tables of one step whose ids are checked: pinned memory for them is allocated before the capture."""
-
 
 def capture(
     train_step: Callable[[Any], Any], example_batch: Any = None, *, device: Any = None
@@ -238,7 +235,8 @@ class CapturedStep:
             for table, _ in self._noted:
                 if table._store.cache is not None:
                     table._store.cache.has_warned = True
-        positions = torch.full((MAX_TABLES,), NO_ERROR, dtype=torch.int64, device="cpu", pin_memory=True)
+        n_tables = len({id(table) for table, _ in self._noted})  # a capture cannot allocate pinned memory
+        positions = torch.full((n_tables,), NO_ERROR, dtype=torch.int64, device="cpu", pin_memory=True)
         lookups = [] if others else captured_lookups(self._noted, leaves)
         stream = stream_for(self._device, "captures")
         mode = "thread_local"  # other threads may allocate, such as that of DataLoader(pin_memory=True)
@@ -250,15 +248,13 @@ class CapturedStep:
                 torch.cuda.graph(graph, stream=stream, capture_error_mode=mode),
             ):
                 outputs = self._train_step(tree_unflatten(self._inputs, self._structure))
-                for i, check in enumerate(context.checks[:MAX_TABLES]):
+                if len(context.checks) > n_tables:
+                    raise FlatbedError("it looks up more tables than in the call before")
+                for i, check in enumerate(context.checks):
                     assert check.graph_error is not None
                     positions[i : i + 1].copy_(check.graph_error, non_blocking=True)
         except (RuntimeError, FlatbedError) as error:
             raise FlatbedError(f"train_step cannot be captured in a CUDA graph: {error}") from error
-        if len(context.checks) > MAX_TABLES:
-            raise FlatbedError(
-                f"a captured step looks up {MAX_TABLES} tables at most; found {len(context.checks)}"
-            )
         return StepGraph(
             graph,
             # Without the autograd graph, whose nodes would tie later captures to this stream.

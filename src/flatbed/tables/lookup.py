@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -59,19 +59,7 @@ def prepare_lookup(
     given = as_ids(ids)
     if for_bag:
         _check_bags(given)
-    on_checked = None
-    if capturing:
-        _check_capture(table, given)
-        keys, first_error = _keys(given, n_rows, device), checks.first_error_of_graphs()
-        if capture is not None and checks not in capture.checks:
-            capture.checks.append(checks)
-    elif given.device.type == "cpu":
-        check_range(given, n_rows)
-        keys, first_error = _keys(given, n_rows, device, in_range=True), None
-    else:
-        keys, first_error = _keys(given, n_rows, device), new_first_error(device)
-        table._raise_bad_ids(wait=False)
-        on_checked = partial(checks.add, given, first_error, n_rows=n_rows, offset=int(lead is not None))
+    keys, first_error, on_checked = _checked_keys(table, given, offset=int(lead is not None))
     cache = store.ensure_cache(keys.numel()) if records_grad else None
     sought = keys if lead is None else _with_lead(keys, lead)
     if cache is not None:  # a `GpuCache` checks ids before rows move: the next step need not wait for the bus
@@ -81,6 +69,28 @@ def prepare_lookup(
         if on_checked is not None:
             on_checked()
     return LookupBatch(given.shape, keys, found if lead is None else _without_lead(found), cache, admission)
+
+
+def _checked_keys(
+    table: Table, ids: Tensor, *, offset: int
+) -> tuple[Tensor, Tensor | None, Callable[[], None] | None]:
+    """Return ids as keys. Raises for ids on the host that are out of range.
+
+    For ids on a GPU, also returns the tensor where kernels record the first bad position, which is `offset`
+    too large, and what to call once the kernels are issued.
+    """
+    checks, n_rows, device = table._deferred_checks, table.num_embeddings, table._store.device
+    if is_capturing(device):
+        _check_capture(table, ids)
+        if _capture is not None and checks not in _capture.checks:
+            _capture.checks.append(checks)
+        return _keys(ids, n_rows, device), checks.first_error_of_graphs(), None
+    if ids.device.type == "cpu":
+        check_range(ids, n_rows)
+        return _keys(ids, n_rows, device, in_range=True), None, None
+    keys, first_error = _keys(ids, n_rows, device), new_first_error(device)
+    table._raise_bad_ids(wait=False)
+    return keys, first_error, partial(checks.add, ids, first_error, n_rows=n_rows, offset=offset)
 
 
 def _find_prefetched(

@@ -240,26 +240,6 @@ def lookup_kernel(
     tl.store(out_ptr + i * DIM + column, weight, mask=(i < n) & (column < DIM))
 
 
-def admit(
-    index: CacheIndex,
-    keys: Tensor,
-    location: RecordLocation,
-    *,
-    window: int = 0,
-    first_error: Tensor | None = None,
-    on_checked: Callable[[], None] | None = None,
-) -> UniqueRows:
-    """Find the unique rows of keys and admit them to the cache: unique, probe, select victims, move.
-
-    Slots of this and of the last `window` admissions are not evicted. Rows without a slot stay in storage.
-    """
-    decided = decide(index, keys, window, first_error=first_error, on_checked=on_checked)
-    if keys.numel():
-        move(decided, location)
-        index.moving = False
-    return decided.found
-
-
 def move(decided: Decisions, location: RecordLocation, stream: torch.cuda.Stream | None = None) -> None:
     """Move the records of decisions in the current stream, or in another one."""
     fill_and_write_back(
@@ -345,8 +325,9 @@ def decide(
 ) -> Decisions:
     """Find the unique rows of keys, and give a slot to each missing one. Writes the index, moves no record.
 
-    Sets `index.moving`, unless there are no keys. `admit` resets it once the moves are issued, and `GpuCache`
-    once they are queued. `HostCopyCache` never reads it.
+    Slots of this and of the last `window` admissions are not evicted. Rows without a slot stay in storage.
+    Sets `index.moving`, unless there are no keys. `GpuCache` resets it once the moves are issued, or queued.
+    `HostCopyCache` never reads it.
     """
     n, device, n_rows = keys.numel(), keys.device, index.slot_of_row.numel()
     out = out or Decisions.allocate(n, device)

@@ -112,10 +112,13 @@ class GpuCache(Cache):
             windows = self._span(self._window + 1), self._span(self._window), self._window
             window = next((one for one in windows if self._has_room(n, one)), 0)
         oldest = self._begin_admission(n, window)
-        found = self._kernels.admit(
-            self.index, keys, self.location, window=window, first_error=first_error, on_checked=on_checked
+        decided = self._kernels.decide(
+            self.index, keys, window, first_error=first_error, on_checked=on_checked
         )
-        return found, self._end_admission(n, oldest, is_prefetch=False)
+        if n:
+            self._kernels.move(decided, self.location)
+            self.index.moving = False
+        return decided.found, self._end_admission(n, oldest, is_prefetch=False)
 
     def prefetch(
         self, ids: Tensor, *, window: int, reservation: object
