@@ -236,6 +236,25 @@ def test_a_generator_goes_on_after_a_break_and_not_after_its_end(depth: int) -> 
     assert list(Prefetcher(iter([]), device="cpu")) == []
 
 
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_generator_begins_in_the_training_thread(ends: bool) -> None:
+    """Workers of a DataLoader that it makes are forked there. Other threads would crash some of them."""
+    threads = []
+
+    def batches() -> Iterator[Any]:
+        threads.append(threading.current_thread())
+        if ends:
+            return
+        for i in range(3):
+            yield torch.tensor(i)
+            threads.append(threading.current_thread())
+
+    found = [int(i) for i in Prefetcher(batches(), device="cpu")]
+    assert found == ([] if ends else [0, 1, 2])
+    assert threads[0] is threading.main_thread()
+    assert threading.main_thread() not in threads[1:]
+
+
 def test_a_generator_is_read_once_if_it_fails() -> None:
     prefetcher = Prefetcher((1 // i for i in (1, 0, 1)), device="cpu")
     with pytest.raises(ZeroDivisionError):

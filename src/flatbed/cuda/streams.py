@@ -30,6 +30,7 @@ Events between them, and the reason for each
 | `HostCopyCache._last`, after an access | "files", training | the next access sees its records |
 | training, at `RowPrefetch.finish` | "files", training | the next access may evict the released rows |
 | the loader's stream, before copies | "batches" | the loader made tensors of the batch on a GPU |
+| training, after the first batch was made | the loader's stream | it may have such tensors, too |
 | `arrived`, for loaders that reuse memory | the loader's stream | the loader writes to these tensors again |
 | "scan", after a block | training | `topk` compares queries with the block |
 | "batches", after the copy of rows | training | the caller of the `RowReader` uses them |

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from itertools import chain
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -125,6 +126,7 @@ class Pipeline:
         self.n_permits = 0
         """Batches that the loader threads have still to deliver."""
         self._threads: list[threading.Thread] = []
+        self._has_begun = False
         self.settings: Callable[[], None] | None = None
         """Gives the threads the settings of torch that the loop has."""
         self._copies: torch.cuda.Stream | None = None
@@ -166,7 +168,7 @@ class Pipeline:
         """
         pending, ranks = PendingBatch(), self.ranks
         try:
-            begin = time.monotonic()
+            begin, self._has_begun = time.monotonic(), True
             batch = next(self.batches, NO_BATCH)
             is_late = self.in_use is not None and time.monotonic() - begin > INLINE_SECONDS
             if has_ended := batch is NO_BATCH:
@@ -227,11 +229,21 @@ class Pipeline:
     # ---- in any thread
 
     def start(self) -> None:
-        """Start the threads."""
-        self.is_threaded, settings = True, self.settings or thread_settings()
-        self._copies = stream_for(self.mover.device, "batches") if self.mover.on_gpu else None
+        """Start the threads. The first batch is made in this one."""
+        device, settings, first = self.mover.device, self.settings or thread_settings(), None
+        if not self._has_begun:
+            self.batches = begun(self.batches)
+            first = torch.cuda.current_stream(device).record_event() if self.mover.on_gpu else None
+
+        def apply() -> None:
+            settings()
+            if first is not None:  # the batch may have tensors that were computed on the GPU
+                torch.cuda.current_stream(device).wait_event(first)
+
+        self.is_threaded = True
+        self._copies = stream_for(device, "batches") if self.mover.on_gpu else None
         for one in zip(self._stages, self._queues, self._queues[1:], strict=False):
-            thread = threading.Thread(target=self._run, args=(*one, settings), name=THREAD_NAME, daemon=True)
+            thread = threading.Thread(target=self._run, args=(*one, apply), name=THREAD_NAME, daemon=True)
             self._threads.append(thread)
             thread.start()
         self.permit(None)
@@ -288,6 +300,26 @@ class Pipeline:
                     if isinstance(result, PendingBatch):
                         result.finish()
             queue.put(End())
+
+
+def begun(batches: Iterator[Any]) -> Iterator[Any]:
+    """Let the loader make its first batch here, and return an iterator over all, which raises its error.
+
+    Loaders that are generators fork their workers then. A fork in another thread destroys in the worker what
+    torch keeps for the training thread. If DTensors were used there, the worker crashes or hangs.
+    """
+    try:
+        first = next(batches)
+    except StopIteration:
+        return iter(())
+    except Exception as error:
+        found = error
+
+        def fail() -> NoReturn:
+            raise found
+
+        return iter(fail, None)
+    return chain([first], batches)
 
 
 def thread_settings() -> Callable[[], None]:
