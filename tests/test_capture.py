@@ -225,18 +225,21 @@ def test_a_step_that_cannot_be_captured_raises() -> None:
 def test_gradients_are_put_back_if_a_capture_fails() -> None:
     embedding, layer = flatbed.Embedding(ROWS, DIM), nn.Linear(DIM, 1)
     optimizer = flatbed.optim.SGD([*embedding.parameters(), *layer.parameters()], lr=0.1)
-    layer(torch.ones(DIM)).backward()
+    layer(embedding(torch.tensor([1, 2]))).sum().backward()
+    rows = embedding.table.grad_rows.tolist()
     weight, bias = layer.weight.grad, layer.bias.grad
 
     def fail() -> None:
         optimizer.zero_grad()
         layer.weight.grad = torch.zeros(1, DIM)
+        embedding(torch.tensor([3])).sum().backward()
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt), kept_grads([optimizer]):
         fail()
     assert layer.weight.grad is weight
     assert layer.bias.grad is bias
+    assert embedding.table.grad_rows.tolist() == rows == [1, 2]
     with kept_grads([optimizer]):
         optimizer.zero_grad()
     assert layer.bias.grad is None

@@ -24,6 +24,7 @@ from torch.utils._pytree import (
 from flatbed.cuda.streams import stream_for
 from flatbed.data.batches import as_tensor
 from flatbed.errors import FlatbedError
+from flatbed.tables.cache.base import Cache
 from flatbed.tables.config import device_of
 from flatbed.tables.ids import NO_ERROR, DeferredIdChecks
 from flatbed.tables.lookup import (
@@ -116,6 +117,8 @@ class CapturedStep:
         self._n_calls = 0
         self._noted: list[tuple[Table, int | None]] = []
         """Lookups of the last warm-up. If one is not of a prefetched leaf, the graph admits all rows."""
+        self._caches: list[Cache | None] = []
+        """Those of the tables then."""
         self._optimizers: list[torch.optim.Optimizer] = []
         """Those whose steps ran in the last warm-up."""
         self._graph: StepGraph | None = None
@@ -171,10 +174,11 @@ class CapturedStep:
                 "learning rate that a scheduler changes as a tensor on the GPU",
             )
             graph = None
-        if graph is None:
+        if graph is None and self._caches == _caches(self._noted):
             graph = self._graph = self._capture(leaves)
-        if not load_captured(graph.lookups, leaves):
-            self._graph, self._n_calls = None, 1  # this call is the first of another warm-up
+        if graph is None or not load_captured(graph.lookups, leaves):
+            del graph  # and its memory
+            self._graph, self._n_calls = None, 1  # a table has another cache: the first call of a new warm-up
             return self._run_in_side_stream(leaves)
         graph.graph.replay()
         result = tree_map_only(Tensor, Tensor.clone, graph.outputs)
@@ -217,7 +221,7 @@ class CapturedStep:
             stepping_optimizers() as self._optimizers,
         ):
             result = self._train_step(tree_unflatten(self._inputs, self._structure))
-        self._noted = context.noted
+        self._noted, self._caches = context.noted, _caches(context.noted)
         current.wait_stream(side)
         return tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), result)
 
@@ -301,13 +305,21 @@ def stepping_optimizers() -> Iterator[list[torch.optim.Optimizer]]:
 @contextmanager
 def kept_grads(optimizers: list[torch.optim.Optimizer]) -> Iterator[None]:
     """Put gradients back if the body, a capture, fails: those that it made were never computed."""
-    grads = [(p, p.grad) for p in params_of(optimizers) if not isinstance(p, Table)]
+    params = params_of(optimizers)
+    grads = [(p, p.grad) for p in params if not isinstance(p, Table)]
+    rows = [(p, [*p._grads.parts]) for p in params if isinstance(p, Table)]
     try:
         yield
     except BaseException:
         for p, grad in grads:
             p.grad = grad
+        for table, parts in rows:
+            table._grads.parts = parts
         raise
+
+
+def _caches(noted: list[tuple[Table, int | None]]) -> list[Cache | None]:
+    return [table._store.cache for table, _ in noted]
 
 
 def params_of(optimizers: list[torch.optim.Optimizer]) -> list[Tensor]:

@@ -328,6 +328,12 @@ def test_a_table_that_goes_on_alone_is_saved_elsewhere(tmp_path: Path) -> None:
     close(run.model)
     run.model, run.optimizer = build(tmp_path)
     run.step(2)
+    with pytest.raises(
+        UserWarning, match="cannot be loaded any more"
+    ):  # an error in tests: nothing was saved
+        save_checkpoint(tmp_path / "other", run.model, run.optimizer)
+    with pytest.raises(FlatbedError, match="not loaded"):
+        save_checkpoint(run.folder, run.model, run.optimizer)
     with pytest.warns(UserWarning, match="cannot be loaded any more"):
         save_checkpoint(tmp_path / "other", run.model, run.optimizer)
     save_checkpoint(tmp_path / "other", run.model, run.optimizer)

@@ -521,6 +521,8 @@ def test_checking_a_copy_of_a_folder_checks_the_copies_of_its_tables(tmp_path: P
     assert f"{tmp_path}/good/1.bed" in check_path(tmp_path / "good" / "run"), "of an earlier version"
     with pytest.raises(FlatbedError, match="is not as it was when"):
         check_path(tmp_path / "own" / "run")
+    shutil.copytree(tmp_path / "own" / "second", tmp_path / "good" / "alone")  # beside another table
+    assert f"{tmp_path}/own/1.bed" in check_path(tmp_path / "good" / "alone")
 
 
 def test_a_journal_of_later_steps_is_no_checkpoint(tmp_path: Path) -> None:

@@ -236,9 +236,15 @@ def test_a_generator_goes_on_after_a_break_and_not_after_its_end(depth: int) -> 
     assert list(Prefetcher(iter([]), device="cpu")) == []
 
 
+@pytest.mark.parametrize("has_dtensors", [False, True])
 @pytest.mark.parametrize("ends", [False, True])
-def test_a_generator_begins_in_the_training_thread(ends: bool) -> None:
-    """Workers of a DataLoader that it makes are forked there. Other threads would crash some of them."""
+def test_the_thread_in_which_a_generator_begins(
+    ends: bool, has_dtensors: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The training thread, if workers that it forks elsewhere would crash."""
+    monkeypatch.delitem(sys.modules, "torch.distributed.tensor", raising=False)
+    if has_dtensors:
+        monkeypatch.setitem(sys.modules, "torch.distributed.tensor", mock.Mock())
     threads = []
 
     def batches() -> Iterator[Any]:
@@ -251,8 +257,21 @@ def test_a_generator_begins_in_the_training_thread(ends: bool) -> None:
 
     found = [int(i) for i in Prefetcher(batches(), device="cpu")]
     assert found == ([] if ends else [0, 1, 2])
-    assert threads[0] is threading.main_thread()
+    assert (threads[0] is threading.main_thread()) == has_dtensors
     assert threading.main_thread() not in threads[1:]
+
+
+def test_errors_of_the_first_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also Control-C reaches the loader thread, which tells other ranks."""
+    monkeypatch.setitem(sys.modules, "torch.distributed.tensor", mock.Mock())
+    for error in (ValueError("no data"), KeyboardInterrupt()):
+
+        def batches(error: BaseException = error) -> Iterator[Any]:
+            raise error
+            yield
+
+        with pytest.raises(type(error)):
+            list(Prefetcher(batches(), device="cpu"))
 
 
 def test_a_generator_is_read_once_if_it_fails() -> None:

@@ -283,7 +283,7 @@ def test_checksums_that_a_device_computes(
         assert records.device.type == device
         n_sums.append(len(records))
         found = own(writer, records)
-        assert (found is None) == (device == "cpu")
+        assert (found is None) == (device == "cpu" or not len(records))
         return device_row_sums(records) if found is None else found
 
     monkeypatch.setattr(write_behind, "MANY", 1)

@@ -153,6 +153,21 @@ def test_a_loop_that_is_left_and_ids_that_change() -> None:
 
 @gpu
 @with_another_cache
+def test_another_cache_before_the_capture() -> None:
+    """Otherwise the graph would use the rows in storage, and eager lookups those in the cache."""
+    batches = drawn(24)
+    model, losses = Model("cuda"), []
+    step = flatbed.capture(model.step)
+    for n, ids in enumerate(prefetched(model, batches)):
+        if n == 3:  # the call that would capture
+            model.items.table.set_cache(cache_rows=8 * N_IDS)
+        losses.append(float(step(ids)))
+    assert was_prefetched(step, model)
+    check(model, losses, batches, "cuda")
+
+
+@gpu
+@with_another_cache
 def test_another_cache_is_captured_again() -> None:
     """After another warm-up, in which batches of the former cache end."""
     batches = drawn(24)

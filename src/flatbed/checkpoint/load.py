@@ -80,11 +80,12 @@ def load_checkpoint(
     All files are read and checked first, and nothing changes if one of them does not fit, is damaged, or
     finds no space. An error of a `load_state_dict` puts everything back: copies are kept in host memory.
     After an error or Control-C while rows are being replaced, all tables raise until a load succeeds.
-    Gradients are dropped. What is not passed is left out: without optimizers, tables are loaded without their
-    state. With optimizers, a warning names a scheduler, scaler or random generators that are left out.
-    `folder` may be a version in the folder that ``keep=`` has kept. With torch.distributed, all ranks call
-    this, and all raise if one of them cannot load. Their number may differ from that at the save: each rank
-    reads the rows that it holds of tables with ``shard="row"``.
+    Gradients are dropped, and CUDA graphs that write them have to be captured again. What is not passed is
+    left out: without optimizers, tables are loaded without their state. With optimizers, a warning names a
+    scheduler, scaler or random generators that are left out. `folder` may be a version in the folder that
+    ``keep=`` has kept. With torch.distributed, all ranks call this, and all raise if one of them cannot load.
+    Their number may differ from that at the save: each rank reads the rows that it holds of tables with
+    ``shard="row"``.
 
     >>> import flatbed, tempfile
     >>> emb, folder = flatbed.Embedding(1000, 8), tempfile.mkdtemp()

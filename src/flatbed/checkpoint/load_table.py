@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -138,27 +139,34 @@ def check_path(path: Path, *, forget: bool = False) -> str:
 def _check_own_file(name: str, version: Path, manifest: dict[str, Any]) -> str:
     """Check the file of a table on disk that a checkpoint refers to.
 
-    The file is looked for where it was relative to the folder, so that that of a copy is found, and then
-    where it was.
+    Its place relative to the folder comes first, so that the file of a copy is found, then where it was.
     """
     saved, n_ranks = Path(manifest["paths"][name]), manifest["shards"].get(name, 1)
     if n_ranks > 1:
         return f"the rows of {name} are in files of {n_ranks} ranks, {saved.name}.*: check them, too"
     relative = manifest["relative_paths"].get(name, f"../{saved.name}")  # earlier manifests have none
-    path = next((p for p in (Path(os.path.normpath(version.parent / relative)), saved) if p.exists()), None)
-    if path is None:
+    places = (Path(os.path.normpath(version.parent / relative)), saved)
+    found = [path for path in places if path.exists()]
+    if not found:
         raise FlatbedError(
             f"the rows of {name} were in {saved} when {version} was saved, which is missing: put the file "
             "back, or, if it was moved, check it where it is now"
         )
-    with closing(ReadOnlyStorage(path)) as storage:
-        is_other = storage.meta_of(manifest["token"]) is None
-    if is_other and not is_prepared(path, manifest["token"]):  # opening the table completes it
+    path = next((path for path in found if _has_checkpoint(path, manifest["token"])), None)
+    if path is None:
         raise FlatbedError(
-            f"{path} (table {name}) is not as it was when {version} was saved: it is another file, or had a "
-            "later checkpoint, in another folder for example. Put a copy of the file from then in its place"
+            f"{found[0]} (table {name}) is not as it was when {version} was saved: it is another file, or "
+            "had a later checkpoint, in another folder for example. Put a copy of the file from then in its "
+            "place"
         )
     return _check_file(path)
+
+
+def _has_checkpoint(path: Path, token: str) -> bool:
+    """Return True if a table's file has the rows of a checkpoint, or gets them when it is opened."""
+    with closing(ReadOnlyStorage(path)) as storage:
+        # Asked again, since another process may have completed the checkpoint meanwhile.
+        return any(test(token) for test in (storage.meta_of, partial(is_prepared, path), storage.meta_of))
 
 
 def _check_file(path: Path) -> str:

@@ -126,7 +126,8 @@ def save_checkpoint(
         manifest = {"format": folders.FORMAT, "version": folders.FORMAT_VERSION}
         manifest |= {"extra": _checked_extra(extra), "files": {}}
         on_disk = {name: table for name, table in training.tables.items() if table.storage == "disk"}
-        if on_disk and (len(on_disk) < len(training.tables) or dense_state(model)):
+        known = {id(table) for table in on_disk.values()}
+        if any(id(one) not in known for one in (*model.parameters(), *model.buffers())):
             for name, table in on_disk.items():
                 table._store.check_loaded(name, folder)
         in_place = _tables_in_place(training, copy_disk_tables)
@@ -165,6 +166,7 @@ def save_checkpoint(
             lockstep.undo = lambda: None
             for name in in_place:
                 training.tables[name]._store.disk_storage().commit()
+                training.tables[name]._store.mark_loaded()
             lockstep.meet()
             if lockstep.first:
                 folders.remove_others(folder, kept)

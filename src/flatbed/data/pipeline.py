@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import threading
 import time
 import weakref
@@ -229,9 +230,9 @@ class Pipeline:
     # ---- in any thread
 
     def start(self) -> None:
-        """Start the threads. The first batch is made in this one."""
+        """Start the threads."""
         device, settings, first = self.mover.device, self.settings or thread_settings(), None
-        if not self._has_begun:
+        if not self._has_begun and "torch.distributed.tensor" in sys.modules:
             self.batches = begun(self.batches)
             first = torch.cuda.current_stream(device).record_event() if self.mover.on_gpu else None
 
@@ -306,13 +307,13 @@ def begun(batches: Iterator[Any]) -> Iterator[Any]:
     """Let the loader make its first batch here, and return an iterator over all, which raises its error.
 
     Loaders that are generators fork their workers then. A fork in another thread destroys in the worker what
-    torch keeps for the training thread. If DTensors were used there, the worker crashes or hangs.
+    torch keeps for DTensors in the training thread, and the worker crashes or hangs.
     """
     try:
         first = next(batches)
     except StopIteration:
         return iter(())
-    except Exception as error:
+    except BaseException as error:  # also Control-C: the loader thread tells other ranks
         found = error
 
         def fail() -> NoReturn:

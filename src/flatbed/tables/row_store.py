@@ -250,7 +250,7 @@ class RowStore:
         self._is_half_loaded, self._laid_out = True, -1
 
     def mark_loaded(self) -> None:
-        """Let uses raise no more, and saves to the folder of the checkpoint."""
+        """After a load or a save: let uses raise no more, and saves to the folder of the checkpoint."""
         self._is_half_loaded, self._is_unloaded, self._laid_out = False, False, -1
 
     def _use_storage(self, storage: Storage) -> None:
@@ -430,7 +430,6 @@ class RowStore:
         # Relative, so that copies of table and folder name each other.
         relative = os.path.relpath(decision, storage.path.parent)
         storage.prepare(self._meta(token=token, decision=relative), decision=decision, token=token)
-        self._is_unloaded = False
 
     def state_at(self, token: str) -> tuple[tuple[Field, ...], dict[str, float]] | None:
         """Return fields and numbers of state in the file's checkpoint with this token; None without one."""

@@ -93,6 +93,24 @@ def test_rows_with_known_checksums(
             assert torch.equal(storage.gather(torch.arange(50)), records)
 
 
+def test_a_check_names_all_damaged_rows(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base, "CHUNK_BYTES", 8 * NBYTES)
+    wrong = [3, 4, 40, 90]
+    for row in wrong:
+        flip(path, row, 3)
+    with (
+        closing(ReadOnlyStorage(path)) as storage,
+        pytest.raises(DamagedFileError, match="row 3, 4, 40, 90 is"),
+    ):
+        storage.check_rows()
+    monkeypatch.setattr(checked_records, "MAX_LISTED", 2)
+    with (
+        closing(ReadOnlyStorage(path)) as storage,
+        pytest.raises(DamagedFileError, match="row 3, 4 and 2 others"),
+    ):
+        storage.check_rows()
+
+
 @pytest.mark.parametrize("nbytes", [16, 128, 1536])
 def test_every_flipped_bit_changes_a_checksum(nbytes: int) -> None:
     """Also signs that flip together, which are the last bits of words."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -287,14 +288,18 @@ def check_rows(file: MappedFile, rows: NDArray[np.int64], pool: ThreadPoolExecut
     if len(fresh):
         split(pool, compare, len(fresh), n_parts=nbytes * len(fresh) // MEMORY_PART)
         if wrong:
-            raise _damaged(file, sorted(wrong))
+            raise DamagedRowsError(file.path, sorted(wrong))
         checked[fresh] = True
 
 
-def _damaged(file: MappedFile, rows: list[int]) -> DamagedFileError:
-    some = ", ".join(map(str, rows[:MAX_LISTED]))
-    others = f" and {len(rows) - MAX_LISTED:,} others" if len(rows) > MAX_LISTED else ""
-    return DamagedFileError(
-        f"in {file.path} the checksum of row {some}{others} is wrong: restore the file from a copy, or run "
-        f"`flatbed check --forget {file.path}` to take all rows as they are, without their checksums"
-    )
+class DamagedRowsError(DamagedFileError):
+    """Rows of a file are not as they were written."""
+
+    def __init__(self, path: Path, rows: list[int]) -> None:
+        self.rows = rows
+        some = ", ".join(map(str, rows[:MAX_LISTED]))
+        others = f" and {len(rows) - MAX_LISTED:,} others" if len(rows) > MAX_LISTED else ""
+        super().__init__(
+            f"in {path} the checksum of row {some}{others} is wrong: restore the file from a copy, or run "
+            f"`flatbed check --forget {path}` to take all rows as they are, without their checksums"
+        )

@@ -20,6 +20,7 @@ from flatbed.tables.record import Record
 from flatbed.tables.storage.base import CPU, row_blocks
 from flatbed.tables.storage.disk.checked_records import (
     CopyThreads,
+    DamagedRowsError,
     as_records,
     check_rows,
     has_sums,
@@ -169,7 +170,7 @@ class ReadOnlyStorage:
 
     def check_rows(self) -> int:
         """Compare all rows with their checksums, and return the number of rows that have one."""
-        version, is_damaged = self.refresh(), False
+        version, damaged = self.refresh(), list[int]()
         nbytes = version.rows.itemsize
         with progress(f"checking {self.path.name}", self.n_rows, "rows") as advance:
             for start, stop in row_blocks(0, self.n_rows, nbytes):
@@ -177,11 +178,11 @@ class ReadOnlyStorage:
                 version.file.read(RECORDS_AT + start * nbytes, np.empty((stop - start) * nbytes, np.uint8))
                 try:
                     self.gather(torch.arange(start, stop, device=CPU), 1)
-                except DamagedFileError:
-                    is_damaged = True
+                except DamagedRowsError as error:
+                    damaged += error.rows
                 advance(stop - start)
-        if is_damaged:
-            self.gather(torch.arange(self.n_rows, device=CPU), 1)  # names all damaged rows
+        if damaged:
+            raise DamagedRowsError(self.path, damaged)
         sums = self.refresh().file.sums
         return 0 if sums is None else int(np.count_nonzero(sums[: self.n_rows]))
 
