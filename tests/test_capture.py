@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import flatbed
 from flatbed.capture import kept_grads
+from flatbed.tables import lookup
 
 ROWS, DIM, N_IDS = 200, 8, 64
 gpu = pytest.mark.gpu
@@ -254,11 +255,14 @@ def test_a_batch_whose_call_failed_is_no_example() -> None:
         run({"ids": torch.arange(3), "other": torch.zeros(2)})
 
 
-def test_batches_on_the_host_for_parameters_on_a_gpu() -> None:
-    optimizer = torch.optim.SGD([torch.zeros(2)], lr=0.1)
-    on_gpu: Any = SimpleNamespace(device=torch.device("cuda", 0), grad=None, requires_grad=True)
-    optimizer.param_groups[0]["params"].append(on_gpu)
-    run = flatbed.capture(lambda batch: optimizer.step())
+def test_batches_on_the_host_for_tables_on_a_gpu() -> None:
+    on_gpu: Any = SimpleNamespace(_store=SimpleNamespace(device=torch.device("cuda", 0)))
+
+    def step(batch: Any) -> None:
+        assert lookup._capture is not None
+        lookup._capture.noted.append((on_gpu, None))  # as a lookup does
+
+    run = flatbed.capture(step)
     with pytest.warns(UserWarning, match=r"without a CUDA graph\. .* device=.cuda:0.") as found:
         run(torch.zeros(2))
     assert found[0].filename == __file__

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -117,7 +118,7 @@ class CapturedStep:
         self._n_calls = 0
         self._noted: list[tuple[Table, int | None]] = []
         """Lookups of the last warm-up. If one is not of a prefetched leaf, the graph admits all rows."""
-        self._caches: list[Cache | None] = []
+        self._caches: list[weakref.ref[Cache] | None] = []
         """Those of the tables then."""
         self._optimizers: list[torch.optim.Optimizer] = []
         """Those whose steps ran in the last warm-up."""
@@ -187,19 +188,17 @@ class CapturedStep:
         return result
 
     def _run_without_graph(self, leaves: list[Tensor], structure: Any) -> Any:
-        moved = [leaf.to(self._device, non_blocking=True) for leaf in leaves]
-        with stepping_optimizers() as optimizers:
-            result = self._train_step(tree_unflatten(moved, structure))
-        if self._device.type == "cpu" and self._n_calls == 0:
-            self._n_calls += 1
-            gpus = {p.device for p in params_of(optimizers) if p.device.type == "cuda"}
-            if gpus:
-                self._warn_once(
-                    "device",
-                    "no batch is on a GPU, and the training step trains parameters there: it runs without a "
-                    f'CUDA graph. Call flatbed.capture with device="{gpus.pop()}"',
-                    stacklevel=5,
-                )
+        batch = tree_unflatten([leaf.to(self._device, non_blocking=True) for leaf in leaves], structure)
+        with lookups_in_capture([], []) as context:
+            result = self._train_step(batch)
+        devices = {table._store.device for table, _ in context.noted}
+        if self._device.type == "cpu" and (gpu := next((one for one in devices if one.type == "cuda"), None)):
+            self._warn_once(
+                "device",
+                "no batch is on a GPU, and the training step looks up tables there: it runs without a CUDA "
+                f'graph. Call flatbed.capture with device="{gpu}"',
+                stacklevel=5,
+            )
         return tree_map_only(Tensor, Tensor.detach, result)
 
     def _check_ids(self, graph: StepGraph) -> None:
@@ -314,12 +313,14 @@ def kept_grads(optimizers: list[torch.optim.Optimizer]) -> Iterator[None]:
         for p, grad in grads:
             p.grad = grad
         for table, parts in rows:
-            table._grads.parts = parts
+            with table._grads.lock:
+                table._grads.parts = parts
         raise
 
 
-def _caches(noted: list[tuple[Table, int | None]]) -> list[Cache | None]:
-    return [table._store.cache for table, _ in noted]
+def _caches(noted: list[tuple[Table, int | None]]) -> list[weakref.ref[Cache] | None]:
+    found = [table._store.cache for table, _ in noted]
+    return [None if cache is None else weakref.ref(cache) for cache in found]
 
 
 def params_of(optimizers: list[torch.optim.Optimizer]) -> list[Tensor]:
