@@ -67,7 +67,7 @@ from benchmarks.trained_tables import (
 CASES = ("none", "gemm", "mlp", "conv", "transformer", "disk", "cold")
 FILL_STEPS = 300
 DISK_MS = 5.0
-PLAN = Plan(turns=3, warm_up=10, settle=5, blocks=3, block_steps=20)
+PLAN = Plan(turns=3, warm_up=10, settle=60, blocks=3, block_steps=20)
 SMALL_PLAN = Plan(turns=2, warm_up=1, settle=1, blocks=1, block_steps=2)
 VARIANTS = (EAGER, PREFETCHED)
 COLD_FILL, COLD_SETTLE, COLD_BLOCKS, COLD_STEPS = 40, 2, 5, 6

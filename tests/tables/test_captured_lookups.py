@@ -469,7 +469,7 @@ def test_unique_rows_are_copied(kernel_device: str, n: int) -> None:
     keys = torch.randint(50, (n,), dtype=torch.int32).to(kernel_device)
     found, copy = unique(keys, 50, None), empty_results(n, keys.device)
     copy_results_(copy, found)
-    whole = [torch.empty(0, dtype=torch.int64).set_(one.rows.untyped_storage()) for one in (copy, found)]
+    whole = [one.rows.new_empty(0).set_(one.rows.untyped_storage()) for one in (copy, found)]
     assert n == 0 or torch.equal(*whole)
     for name in ("rows", "inverse", "order", "starts", "rank"):
         views = [getattr(one, name) for one in (copy, found)]
