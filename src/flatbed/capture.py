@@ -110,6 +110,8 @@ class CapturedStep:
     def __init__(self, train_step: Callable[[Any], Any], device: torch.device | None) -> None:
         self._train_step = train_step
         self._wanted_device, self._device = device, torch.device("cpu")
+        self._has_graph = False
+        """True on a GPU."""
         self._names: list[str] = []
         """Of the leaves of the example."""
         self._structure: Any = None
@@ -136,7 +138,8 @@ class CapturedStep:
         if self._wanted_device is None and len(devices) > 1:
             raise ValueError(f"a batch is on several GPUs: {', '.join(sorted(map(str, devices)))}")
         self._device = device = self._wanted_device or next(iter(devices), torch.device("cpu"))
-        if device.type == "cuda":
+        self._has_graph = device.type == "cuda"
+        if self._has_graph:
             self._inputs = [torch.empty_like(tensor, device=device) for tensor in tensors]
         self._kinds = [(tensor.shape, tensor.dtype) for tensor in tensors]
         self._n_calls = 0
@@ -160,7 +163,7 @@ class CapturedStep:
         is_known = structure == self._structure and self._kinds == kinds
         if not is_known:
             self._warn_once("batch", self._describe(kinds, structure))
-        if not is_known or self._device.type == "cpu":
+        if not is_known or not self._has_graph:
             return self._run_without_graph(leaves, structure)
         for static, leaf in zip(self._inputs, leaves, strict=True):
             static.copy_(leaf, non_blocking=True)
@@ -192,7 +195,7 @@ class CapturedStep:
         with lookups_in_capture([], []) as context:
             result = self._train_step(batch)
         devices = {table._store.device for table, _ in context.noted}
-        if self._device.type == "cpu" and (gpu := next((one for one in devices if one.type == "cuda"), None)):
+        if not self._has_graph and (gpu := next((one for one in devices if one.type == "cuda"), None)):
             self._warn_once(
                 "device",
                 "no batch is on a GPU, and the training step looks up tables there: it runs without a CUDA "
@@ -238,8 +241,9 @@ class CapturedStep:
             for table, _ in self._noted:
                 if table._store.cache is not None:
                     table._store.cache.has_warned = True
-        n_tables = len({id(table) for table, _ in self._noted})  # a capture cannot allocate pinned memory
-        positions = torch.full((n_tables,), NO_ERROR, dtype=torch.int64, device="cpu", pin_memory=True)
+        n_tables = len({id(table) for table, _ in self._noted})
+        pinned = self._device.type == "cuda"  # which a capture cannot allocate
+        positions = torch.full((n_tables,), NO_ERROR, dtype=torch.int64, device="cpu", pin_memory=pinned)
         lookups = [] if others else captured_lookups(self._noted, leaves)
         stream = stream_for(self._device, "captures")
         mode = "thread_local"  # other threads may allocate, such as that of DataLoader(pin_memory=True)
@@ -279,9 +283,7 @@ class CapturedStep:
             found = f"{name} is {new[1]} of shape {tuple(new[0])}"
             found += f", and that of the example batch is {old[1]} of shape {tuple(old[0])}"
             remedy = ". DataLoader(drop_last=True) leaves out a short last batch" if new[1] == old[1] else ""
-        effect = (
-            "" if self._device.type == "cpu" else ": it runs without the CUDA graph, with the same result"
-        )
+        effect = ": it runs without the CUDA graph, with the same result" if self._has_graph else ""
         return f"{found}{effect}{remedy}"
 
     def _warn_once(self, about: str, message: str, *, stacklevel: int = 4) -> None:

@@ -23,9 +23,10 @@ from flatbed.tables.lookup import (
     not_prefetched,
     prepare_lookup,
 )
+from tests.recorded_graphs import graph_device
 
 ROWS, DIM, N_IDS, DEPTH = 1000, 8, 64, 2
-gpu = pytest.mark.gpu
+__all__ = ["graph_device"]
 with_another_cache = pytest.mark.filterwarnings("ignore:a table that CUDA graphs")
 
 
@@ -107,38 +108,35 @@ def was_prefetched(step: Callable[[Any], Any], model: Model) -> bool:
     return len(prefetched_tables(step)) == 2 and not any(cache.has_unseen_replays for cache in caches)
 
 
-@gpu
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
-def test_captured_steps_of_prefetched_batches(dtype: torch.dtype) -> None:
-    batches = [ids.to(dtype) for ids in drawn(30)]
-    model = Model("cuda")
-    step = flatbed.capture(model.step, batches[0].cuda())
+def test_captured_steps_of_prefetched_batches(dtype: torch.dtype, graph_device: str) -> None:
+    batches = [ids.to(dtype) for ids in drawn(14)]
+    model = Model(graph_device)
+    step = flatbed.capture(model.step, batches[0].to(graph_device))
     losses = [float(step(ids)) for ids in prefetched(model, batches)]
     assert was_prefetched(step, model)
-    check(model, losses, batches, "cuda")
+    check(model, losses, batches, graph_device)
 
 
-@gpu
-def test_batches_that_were_not_prefetched_between_those_that_were() -> None:
-    batches = drawn(40)
-    model, losses = Model("cuda"), []
-    step = flatbed.capture(model.step, batches[0].cuda())
-    for first in (0, 10, 20, 30):
-        for n, ids in enumerate(prefetched(model, batches[first : first + 8])):
+def test_batches_that_were_not_prefetched_between_those_that_were(graph_device: str) -> None:
+    batches = drawn(24)
+    model, losses = Model(graph_device), []
+    step = flatbed.capture(model.step, batches[0].to(graph_device))
+    for first in (0, 8, 16):
+        for n, ids in enumerate(prefetched(model, batches[first : first + 6])):
             losses.append(float(step(ids)))
-            if n == 7:
-                losses.append(float(step(batches[first + 8].cuda())))  # on the GPU, and on the host
-                losses.append(float(step(batches[first + 9])))
+            if n == 5:
+                losses.append(float(step(batches[first + 6].to(graph_device))))  # on the GPU, and on the host
+                losses.append(float(step(batches[first + 7])))
     assert was_prefetched(step, model)
-    check(model, losses, batches, "cuda")
+    check(model, losses, batches, graph_device)
 
 
-@gpu
 @pytest.mark.filterwarnings("ignore:the training step looks up rows")
-def test_a_loop_that_is_left_and_ids_that_change() -> None:
-    batches = drawn(16)
-    model, losses = Model("cuda"), []
-    step = flatbed.capture(model.step, batches[0].cuda())
+def test_a_loop_that_is_left_and_ids_that_change(graph_device: str) -> None:
+    batches = drawn(12)
+    model, losses = Model(graph_device), []
+    step = flatbed.capture(model.step, batches[0].to(graph_device))
     for n, ids in enumerate(prefetched(model, batches)):
         if n == 8:
             break
@@ -148,38 +146,36 @@ def test_a_loop_that_is_left_and_ids_that_change() -> None:
         losses.append(float(step(ids)))
     with torch.cuda.stream(torch.cuda.Stream()):
         losses += [float(step(ids)) for ids in prefetched(model, batches[8:])]
-    check(model, losses, batches, "cuda")
+    check(model, losses, batches, graph_device)
 
 
-@gpu
 @with_another_cache
-def test_another_cache_before_the_capture() -> None:
+def test_another_cache_before_the_capture(graph_device: str) -> None:
     """Otherwise the graph would use the rows in storage, and eager lookups those in the cache."""
-    batches = drawn(24)
-    model, losses = Model("cuda"), []
+    batches = drawn(14)
+    model, losses = Model(graph_device), []
     step = flatbed.capture(model.step)
     for n, ids in enumerate(prefetched(model, batches)):
         if n == 3:  # the call that would capture
             model.items.table.set_cache(cache_rows=8 * N_IDS)
         losses.append(float(step(ids)))
     assert was_prefetched(step, model)
-    check(model, losses, batches, "cuda")
+    check(model, losses, batches, graph_device)
 
 
-@gpu
 @with_another_cache
-def test_another_cache_is_captured_again() -> None:
+def test_another_cache_is_captured_again(graph_device: str) -> None:
     """After another warm-up, in which batches of the former cache end."""
-    batches = drawn(24)
-    model, losses = Model("cuda"), []
-    step = flatbed.capture(model.step, batches[0].cuda())
+    batches = drawn(14)
+    model, losses = Model(graph_device), []
+    step = flatbed.capture(model.step, batches[0].to(graph_device))
     for n, ids in enumerate(prefetched(model, batches)):
         if n == 9:
             assert was_prefetched(step, model)
             model.items.table.set_cache(cache_rows=8 * N_IDS)
         losses.append(float(step(ids)))
     assert was_prefetched(step, model)
-    check(model, losses, batches, "cuda")
+    check(model, losses, batches, graph_device)
 
 
 class ChangesIds(Model):
@@ -200,29 +196,27 @@ class LooksUpParts(Model):
         return loss.detach()
 
 
-@gpu
-def test_one_table_that_is_not_prefetched() -> None:
+def test_one_table_that_is_not_prefetched(graph_device: str) -> None:
     """The graph admits the rows of both."""
-    batches, model = drawn(16), Model("cuda")
-    step = flatbed.capture(model.step, batches[0].cuda())
+    batches, model = drawn(12), Model(graph_device)
+    step = flatbed.capture(model.step, batches[0].to(graph_device))
     loader = flatbed.Prefetcher(batches, {model.items: lambda ids: ids}, depth=DEPTH)
     with pytest.warns(UserWarning, match="no more are prefetched"):
         losses = [float(step(ids)) for ids in loader]
     assert prefetched_tables(step) == []
-    check(model, losses, batches, "cuda")
+    check(model, losses, batches, graph_device)
 
 
-@gpu
 @pytest.mark.parametrize("kind", [ChangesIds, LooksUpParts])
-def test_lookups_of_other_ids_in_the_step(kind: type[Model]) -> None:
+def test_lookups_of_other_ids_in_the_step(kind: type[Model], graph_device: str) -> None:
     """The graph admits their rows."""
-    batches, model = drawn(16), kind("cuda")
-    step = flatbed.capture(model.step, batches[0].cuda())
+    batches, model = drawn(12), kind(graph_device)
+    step = flatbed.capture(model.step, batches[0].to(graph_device))
     with pytest.warns(UserWarning, match="no more are prefetched"):
         losses = [float(step(ids)) for ids in prefetched(model, [ids.clone() for ids in batches])]
     assert prefetched_tables(step) == []
-    expected = kind("cuda")
-    assert losses == [float(expected.step(ids.cuda())) for ids in batches]
+    expected = kind(graph_device)
+    assert losses == [float(expected.step(ids.to(graph_device))) for ids in batches]
     for found, one in zip(model.everything(), expected.everything(), strict=True):
         assert torch.equal(found, one)
 
@@ -237,23 +231,21 @@ class UsesMemoryBefore(Model):
         return super().step(ids)
 
 
-@gpu
-def test_ids_that_are_repeated_often() -> None:
-    batches, model = drawn(24, n_same=100), Model("cuda")
+def test_ids_that_are_repeated_often(graph_device: str) -> None:
+    batches, model = drawn(9, n_same=100), Model(graph_device)
     step = flatbed.capture(model.step)
     lookups = {emb: lambda ids: ids for emb in (model.items, model.other)}
     losses = [float(step(ids)) for ids in flatbed.Prefetcher(batches, lookups, depth=1)]
     assert was_prefetched(step, model)
-    check(model, losses, batches, "cuda")
+    check(model, losses, batches, graph_device)
 
 
-@gpu
-def test_temporaries_of_the_graph_do_not_overwrite_unique_rows() -> None:
-    batches, model = drawn(24), UsesMemoryBefore("cuda")
+def test_temporaries_of_the_graph_do_not_overwrite_unique_rows(graph_device: str) -> None:
+    batches, model = drawn(14), UsesMemoryBefore(graph_device)
     step = flatbed.capture(model.step)
     losses = [float(step(ids)) for ids in prefetched(model, batches)]
     assert was_prefetched(step, model)
-    check(model, losses, batches, "cuda")
+    check(model, losses, batches, graph_device)
 
 
 class WithFrozen(Model):
@@ -268,14 +260,13 @@ class WithFrozen(Model):
         return torch.stack([super().step(ids), self.frozen(ids).sum()])
 
 
-@gpu
-def test_a_frozen_table_beside_prefetched_ones() -> None:
-    batches, model = drawn(24), WithFrozen("cuda")
+def test_a_frozen_table_beside_prefetched_ones(graph_device: str) -> None:
+    batches, model = drawn(14), WithFrozen(graph_device)
     step = flatbed.capture(model.step)
     found = [step(ids).tolist() for ids in prefetched(model, batches)]
     assert was_prefetched(step, model)
     assert {total for _, total in found} == {N_IDS * DIM}
-    check(model, [loss for loss, _ in found], batches, "cuda")
+    check(model, [loss for loss, _ in found], batches, graph_device)
 
 
 def test_a_frozen_table_needs_no_prefetch(kernel_device: str) -> None:
@@ -288,16 +279,17 @@ def test_a_frozen_table_needs_no_prefetch(kernel_device: str) -> None:
     assert captured_lookups(found.noted, [ids]) == []
 
 
-@gpu
 @pytest.mark.parametrize("options", [{"storage": "device"}, {"cache_rows": 0}], ids=str)
-def test_a_table_without_a_cache_beside_one_that_is_prefetched(options: dict[str, Any]) -> None:
-    batches, model = drawn(24), Model("cuda", **{"cache_rows": None, **options})
+def test_a_table_without_a_cache_beside_one_that_is_prefetched(
+    options: dict[str, Any], graph_device: str
+) -> None:
+    batches, model = drawn(14), Model(graph_device, **{"cache_rows": None, **options})
     step = flatbed.capture(model.step)
     losses = [float(step(ids)) for ids in prefetched(model, batches)]
     assert prefetched_tables(step) == [model.other.table]
     cache: Any = model.other.table._store.cache
     assert not cache.has_unseen_replays
-    check(model, losses, batches, "cuda")
+    check(model, losses, batches, graph_device)
 
 
 def test_a_capture_that_fails_leaves_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,27 +303,25 @@ def test_a_capture_that_fails_leaves_no_graph(monkeypatch: pytest.MonkeyPatch) -
     assert step._graph is None
 
 
-@gpu
-def test_bad_ids_that_were_not_prefetched_raise_in_the_next_call_at_the_latest() -> None:
+def test_bad_ids_that_were_not_prefetched_raise_in_the_next_call_at_the_latest(graph_device: str) -> None:
     batches = drawn(12)
-    model = Model("cuda")
-    step = flatbed.capture(model.step, batches[0].cuda())
+    model = Model(graph_device)
+    step = flatbed.capture(model.step, batches[0].to(graph_device))
     for ids in prefetched(model, batches):
         step(ids)
     bad = batches[0].clone()
     bad[3] = ROWS
     with pytest.raises(IndexError, match=f"id {ROWS} at position 3"):
         step(bad)
-    run = [bad.cuda(), batches[0].cuda()]
+    run = [bad.to(graph_device), batches[0].to(graph_device)]
     with pytest.raises(IndexError, match=f"id {ROWS} at position 3"):
         list(map(step, run))
 
 
-@gpu
-def test_bags_of_prefetched_ids() -> None:
+def test_bags_of_prefetched_ids(graph_device: str) -> None:
     batches, results = drawn(12), []
     for captured in (False, True):
-        bag = flatbed.EmbeddingBag(ROWS, DIM, mode="sum", seed=3, device="cuda", cache_rows=6 * N_IDS)
+        bag = flatbed.EmbeddingBag(ROWS, DIM, mode="sum", seed=3, device=graph_device, cache_rows=6 * N_IDS)
         optimizer = flatbed.optim.SGD(bag, lr=0.1)
 
         def train(ids: Tensor, bag: Any = bag, optimizer: Any = optimizer) -> Tensor:
@@ -341,9 +331,9 @@ def test_bags_of_prefetched_ids() -> None:
             optimizer.zero_grad()
             return loss.detach()
 
-        step = flatbed.capture(train, batches[0].cuda()) if captured else train
+        step = flatbed.capture(train, batches[0].to(graph_device)) if captured else train
         loader = flatbed.Prefetcher(batches, {bag: lambda ids: ids}) if captured else batches
-        results.append([float(step(ids.cuda())) for ids in loader])
+        results.append([float(step(ids.to(graph_device))) for ids in loader])
         if captured:
             assert prefetched_tables(step)
         results.append(bag.read_rows(range(ROWS)))

@@ -45,7 +45,7 @@ def prepare_lookup(
         captured = capture.lookup(table, ids, position) if capturing else None
         if captured is not None:
             return captured
-    may_be_captured = device.type == "cuda" and (records_grad or capture is not None)
+    may_be_captured = use_triton(device) and (records_grad or capture is not None)
     if may_be_captured and checks.graph_error is None and not capturing:
         checks.prepare_capture(device, n_rows)
     if table._prefetched and not capturing and isinstance(ids, Tensor):
@@ -197,7 +197,7 @@ def _check_capture(table: Table, ids: Tensor) -> None:
                 else " yet: take a training step with it before the capture"
             )
         )
-    if ids.device.type == "cpu" and not ids.is_pinned():
+    if ids.device.type != store.device.type and not ids.is_pinned():
         raise FlatbedError(
             "ids inside the capture of a CUDA graph must be on the GPU, or in pinned memory as int64, where "
             "every replay reads them again"

@@ -250,10 +250,10 @@ class GpuCache(Cache):
         if self._pending_moves:  # an error prevented its moves
             self._order_moves()
             self.issue_moves()
-        if self.device.type != "cuda":
-            return
         if is_capturing(self.device):
             self._enter_graph()
+            return
+        if self.device.type != "cuda":
             return
         stream = torch.cuda.current_stream(self.device.index)
         if stream not in self._streams_to_await:  # otherwise there was no prefetch since

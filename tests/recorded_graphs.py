@@ -1,0 +1,154 @@
+"""CUDA graphs on a CPU: a capture records operations and launches without effect, a replay runs them.
+
+`flatbed.capture` can be tested so without a GPU, all its logic included. There are no streams: what runs at
+the same time on a GPU runs in the order of its launches here.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from flatbed.capture import CapturedStep
+from flatbed.cuda import streams
+from flatbed.tables import lookup
+from flatbed.tables.cache import gpu
+from tests.optim.conftest import place
+
+WAITS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default}
+VIEW = torch.ops.aten._unsafe_view.default  # of the memory of its input, unlike what it says
+
+
+def address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+class RecordedGraph(TorchDispatchMode):
+    """Stands for `torch.cuda.CUDAGraph`.
+
+    A replay first overwrites all memory that was allocated in the capture: on a GPU, kernels of the graph
+    share it, so that its contents are lost from one replay to the next.
+    """
+
+    current: RecordedGraph | None = None
+    """The one that records now."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls: list[Callable[[], object]] = []
+        self._allocated: dict[int, Tensor] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in WAITS:
+            raise RuntimeError(f"{func} waits for the GPU: not permitted when a stream is capturing")
+        kwargs = kwargs or {}
+        call, inputs = partial(func, *args, **kwargs), tensors((args, kwargs))
+        if func._schema.is_mutable:
+            self._calls.append(call)
+            if all(address(one) in self._allocated for one in tensors(args[0])):
+                return call()
+            return args[0]  # without effect: the memory is not the graph's
+        is_view = func is VIEW or any(one.alias_info for one in func._schema.returns)
+        if is_view or not inputs:
+            found = call()
+        else:  # without a look at values, which no kernel has computed
+            with FakeTensorMode():
+                fakes = func(*tree_map_only(Tensor, empty, args), **tree_map_only(Tensor, empty, kwargs))
+            found = tree_map_only(Tensor, empty, fakes)
+        made = [] if is_view else tensors(found)
+        self._allocated |= {address(one): one for one in made}
+        self._calls.append(partial(self._compute, call, made))
+        return found
+
+    @staticmethod
+    def _compute(call: Callable[[], object], results: list[Tensor]) -> None:
+        for result, value in zip(results, tensors(call()), strict=bool(results)):
+            result.copy_(value)
+
+    def launch(self, kernel: Any, *args: Any, **kwargs: Any) -> None:
+        self._calls.append(partial(kernel, *args, **kwargs))
+
+    @contextmanager
+    def capture(self) -> Iterator[None]:
+        RecordedGraph.current = self
+        try:
+            with self:
+                yield
+        finally:
+            RecordedGraph.current = None
+
+    def replay(self) -> None:
+        with torch.no_grad():
+            for tensor in self._allocated.values():
+                tensor.fill_(torch.nan if tensor.is_floating_point() else 1)
+            for call in self._calls:
+                call()
+
+
+def empty(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+
+
+def tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+class NoStream:
+    """Stands for streams and events."""
+
+    def nothing(self, *_: Any) -> None: ...
+
+    wait_stream = record = synchronize = nothing
+
+
+class RecordedStep(CapturedStep):
+    """A captured step of batches on a CPU."""
+
+    def begin(self, example_batch: Any) -> None:
+        super().begin(example_batch)
+        self._inputs = [torch.empty(*kind[:1], dtype=kind[1]) for kind in self._kinds]
+        self._has_graph = True
+
+
+@pytest.fixture(params=["recorded", pytest.param("cuda", marks=pytest.mark.gpu)])
+def graph_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The device of steps that are captured: a GPU, or a CPU that records graphs."""
+    if request.param == "recorded":
+        record_graphs(monkeypatch)
+    yield from place("cuda" if request.param == "cuda" else "interpreter", monkeypatch)
+
+
+def record_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let steps of batches on a CPU be captured."""
+    executor = importlib.import_module("triton.runtime.interpreter").GridExecutor
+    run = executor.__call__
+
+    def launch(kernel: Any, *args: Any, **kwargs: Any) -> None:
+        graph = RecordedGraph.current
+        if graph is None:
+            run(kernel, *args, **kwargs)
+        else:
+            graph.launch(partial(run, kernel), *args, **kwargs)
+
+    capture = importlib.import_module("flatbed.capture")
+    monkeypatch.setattr(executor, "__call__", launch)
+    monkeypatch.setattr(capture, "CapturedStep", RecordedStep)
+    monkeypatch.setattr(capture, "stream_for", lambda *_: NoStream())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: NoStream())
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "Stream", NoStream)
+    monkeypatch.setattr(torch.cuda, "Event", NoStream)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", RecordedGraph)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, **_: graph.capture())
+    for module in (streams, lookup, gpu):
+        monkeypatch.setattr(module, "is_capturing", lambda device: RecordedGraph.current is not None)
