@@ -7,6 +7,7 @@ import gc
 import sys
 import threading
 from collections.abc import Callable
+from concurrent import futures
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from torch import Tensor
 
 import flatbed
 from flatbed.kernels._triton import decision_graphs
+from flatbed.tables.cache import write_behind
 from tests.data.fakes import wait_until
 from tests.tables.tables import everything
 
@@ -150,10 +152,13 @@ def test_rows_of_an_interrupted_step(storage: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cache_rows", [0, 6])
-def test_interrupted_step_leaves_no_lock(cache_rows: int, tmp_path: Path) -> None:
+def test_interrupted_step_leaves_no_lock(
+    cache_rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also while the user's debugger or notebook holds the traceback."""
+    monkeypatch.setattr(write_behind, "MANY", 1)  # threads read and write
     number, errors = 1, list[BaseException]()
-    within = f"{SOURCE}/tables", contextlib.__file__
+    within = f"{SOURCE}/tables", contextlib.__file__, threading.__file__, futures.__path__[0]
     while True:
         emb, optimizer = made("disk", tmp_path / str(number), cache_rows)
         step(emb, optimizer, BATCHES[0])

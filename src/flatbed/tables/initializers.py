@@ -6,7 +6,7 @@ import hashlib
 import math
 import operator
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeGuard
 
@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from flatbed.tables.workers import Workers, split
 
 CHUNK = 1 << 17  # elements drawn at once: long enough that threads seldom compete for the interpreter lock
 MOST_THREADS = 8  # on 16 cores, 16 threads took longer than 8
@@ -105,20 +107,17 @@ def fill_(
     elif out.numel():
         rows = max(1, CHUNK // dim)
         target = (out.view(torch.int16) if out.dtype is torch.bfloat16 else out).numpy()
-        n_threads = min(torch.get_num_threads(), MOST_THREADS, -(-n_rows // rows))
 
-        def fill_share(number: int) -> None:
-            for start in range(number * rows, n_rows, n_threads * rows):
+        def fill(chunks: slice) -> None:
+            for start in range(chunks.start * rows, min(chunks.stop * rows, n_rows), rows):
                 part = target[start : start + rows]
                 first = first_row + start * stride
                 words = _words(key(seed), dim, range(first, first + len(part) * stride, stride))
                 _store_(part, _draw(init, words)[:, :dim], out.dtype)
 
-        if n_threads == 1:
-            fill_share(0)
-        else:
-            with ThreadPoolExecutor(n_threads) as pool:  # numpy releases the interpreter lock
-                list(pool.map(fill_share, range(n_threads)))
+        with closing(Workers()) as workers:  # numpy releases the interpreter lock
+            n_threads = min(torch.get_num_threads(), MOST_THREADS)
+            split(workers, fill, -(-n_rows // rows), n_parts=n_threads)
     if padding_idx is not None and padding_idx in range(first_row, first_row + n_rows * stride, stride):
         out[(padding_idx - first_row) // stride].zero_()
 

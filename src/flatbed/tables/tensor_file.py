@@ -13,8 +13,7 @@ import struct
 import sys
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -29,7 +28,8 @@ from flatbed.distributed.ranks import Lockstep, communicating, rank
 from flatbed.errors import DamagedFileError, FlatbedError
 from flatbed.progress import progress
 from flatbed.tables.files import BLOCK_BYTES, draft_of, file_errors, open_regular, replacing, write_at
-from flatbed.tables.storage.disk.checked_records import row_sums, submit
+from flatbed.tables.storage.disk.checked_records import row_sums
+from flatbed.tables.workers import Call, Workers
 
 SUM_BYTES = 4096  # under one sum of a checksum: part of the format of checkpoints
 SYNC_BYTES = 1 << 28  # written between syncs, so that a long save answers Control-C
@@ -149,9 +149,9 @@ class Writer:
     """
 
     def __init__(
-        self, descriptor: int, starts: dict[str, int], pool: ThreadPoolExecutor, shared: Shared | None
+        self, descriptor: int, starts: dict[str, int], workers: Workers, shared: Shared | None
     ) -> None:
-        self._descriptor, self._starts, self._pool = descriptor, starts, pool
+        self._descriptor, self._starts, self._workers = descriptor, starts, workers
         self._shared = shared
         self._sums = {name: Checksum() for name in starts}
         self._unshared: list[tuple[str, bytes, bytes, bytes]] = []
@@ -160,13 +160,15 @@ class Writer:
     def write(self, name: str, offset: int, values: Tensor) -> None:
         """Write a part of a tensor, on any device, or of the header (""), from a byte of it on."""
         data = values.detach().contiguous().reshape(-1).cpu().view(torch.uint8).numpy().data
-        is_large = len(data) >= MANY_BYTES
-        adding = submit(self._pool, self._add, name, offset, data) if is_large else None
-        write_at(self._descriptor, self._starts[name] + offset, data)
-        if adding is None:
-            self._add(name, offset, data)
-        else:
+        adding = Call(self._add, name, offset, data)
+        try:
+            if len(data) >= MANY_BYTES:
+                self._workers.submit(adding)
+            write_at(self._descriptor, self._starts[name] + offset, data)
+            adding.run()
             adding.result()
+        finally:
+            adding.cancel()
         self._n_unsynced += len(data)
         if self._n_unsynced >= SYNC_BYTES:
             os.fsync(self._descriptor)
@@ -228,8 +230,8 @@ def writing(
                 ) from error
             undo.callback(os.close, descriptor)
         lockstep.meet()  # from here on the first rank may fail, and remove the file
-        with ThreadPoolExecutor(1) as pool:
-            writer = Writer(descriptor, starts, pool, shared)
+        with closing(Workers(1)) as workers:
+            writer = Writer(descriptor, starts, workers, shared)
             if lockstep.first:
                 writer.write("", 0, torch.frombuffer(bytearray(header), dtype=torch.uint8))
             yield writer

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -18,6 +17,7 @@ from flatbed.tables.files import NoSpace
 from flatbed.tables.storage.base import Storage
 from flatbed.tables.storage.disk import DiskStorage
 from flatbed.tables.storage.disk.checked_records import device_row_sums
+from flatbed.tables.workers import Call
 
 MANY = 1 << 12  # rows from which another thread, or the GPU, pays off
 
@@ -49,7 +49,7 @@ class PendingWrite:
 
     rows: Tensor
     copies: PendingCopy
-    done: Future[None]
+    done: Call[None]
 
 
 class MemoryWriter:
@@ -107,8 +107,8 @@ class CachedChanges:
                 rows = index.row_of_slot[index.dirty != 0].cpu().numpy()
         pending = self.pending
         if pending is not None:
-            wait([pending.done])
-            if pending.done.exception() is not None:
+            pending.done.wait()
+            if pending.done.error is not None:
                 rows = np.union1d(rows, pending.rows.numpy())
         return rows
 
@@ -143,7 +143,7 @@ class WriteBehind:
         try:
             yield lambda: (memory, order.result())
         finally:
-            wait([order])
+            order.cancel()
 
     def row_sums(self, records: Tensor) -> Tensor | None:
         """Return the checksums of many records on a GPU, which takes less time for it than the host."""
@@ -164,8 +164,8 @@ class WriteBehind:
         pending = self._changes.pending
         if pending is None:
             return
-        wait([pending.done])
-        if pending.done.exception() is not None:
+        pending.done.wait()
+        if pending.done.error is not None:
             self._write(pending.rows, pending.copies)
         self._changes.pending = None
 
@@ -173,12 +173,12 @@ class WriteBehind:
         """Wait for the pending write, and drop it if it failed."""
         pending, self._changes.pending = self._changes.pending, None
         if pending is not None:
-            wait([pending.done])
+            pending.done.wait()
 
     def claim_room(self, n_rows: int) -> bool:
         """Count changes of n_rows, and return True, if the journal has room for them. Needs no lock."""
         pending = self._changes.pending
-        has_failed = pending is not None and pending.done.done() and pending.done.exception() is not None
+        has_failed = pending is not None and pending.done.error is not None
         if has_failed or not self.storage.has_room(self._n_unjournaled + n_rows):
             return False
         self._n_changed += n_rows

@@ -189,11 +189,11 @@ def test_two_names_of_one_file(tmp_path: Path) -> None:
         assert storage.path == tmp_path / "table"
 
 
-@pytest.mark.parametrize("name", ["pool", "writer", "table", "journal"])
+@pytest.mark.parametrize("name", ["workers", "writer", "table", "journal"])
 def test_interrupted_close_keeps_no_lock(tmp_path: Path, name: str) -> None:
     storage = made(tmp_path)
-    owner, close = getattr(storage._files, name), "shutdown" if name in ("pool", "writer") else "close"
-    with failing(owner, close, KeyboardInterrupt()), pytest.raises(KeyboardInterrupt):
+    owner = getattr(storage._files, name)
+    with failing(owner, "close", KeyboardInterrupt()), pytest.raises(KeyboardInterrupt):
         storage.close()
     storage.close()
     DiskStorage.open(tmp_path / "table").close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -181,24 +181,6 @@ def test_many_threads_read_from_the_disk_and_few_from_the_page_cache(
         table.gather(torch.arange(2 * n_rows))
     assert parts == ([0, 2, 0, 0] if in_journal else [4, 0])
     table.close()
-
-
-def test_call_runs_once_if_no_thread_can_be_started() -> None:
-    """The pool queues a call before it starts a thread for it."""
-    done: list[int] = []
-
-    class Full(ThreadPoolExecutor):
-        def submit(self, function: Any, /, *args: Any, **options: Any) -> Any:
-            super().submit(function, *args, **options)
-            raise RuntimeError("can't start new thread")
-
-    with Full(1) as pool:
-        for number in range(5):
-            checked_records.submit(pool, done.append, number).result()
-        failed = checked_records.submit(pool, lambda: 1 // 0)
-        with pytest.raises(ZeroDivisionError):
-            failed.result()
-    assert sorted(done) == list(range(5))
 
 
 def test_failed_reader_delays_no_other_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,11 +11,9 @@ not known. Without magic, a file of the exact length is damaged.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,13 +25,10 @@ from flatbed.tables.record import Record
 from flatbed.tables.storage.base import Fill, row_blocks
 from flatbed.tables.storage.disk.format import RECORDS_AT
 from flatbed.tables.storage.disk.mapped_file import MappedFile, Records, Sums
+from flatbed.tables.workers import Workers, split
 
 # ---- copies by threads
 
-
-T = TypeVar("T")
-
-THREADS = 16  # more than cores: threads wait for the disk, which serves many requests at a time
 READ_PART = 256 << 10  # bytes for a thread that waits for the disk
 MEMORY_PART = 4 << 20  # bytes for a thread that copies within memory: starting one costs the training thread
 SUMMED_PART = 2 << 20  # bytes for a thread that also computes checksums
@@ -63,51 +58,7 @@ def head(records: Records, nbytes: int) -> Records:
     return found
 
 
-class CopyThreads(ThreadPoolExecutor):
-    """Threads for `split`."""
-
-    def __init__(self) -> None:
-        super().__init__(THREADS, thread_name_prefix="flatbed-disk")
-
-
-def submit(pool: ThreadPoolExecutor, function: Callable[..., T], *args: Any) -> Future[T]:
-    """Run a function in the pool, or at once where the pool takes no more: at exit, or out of threads."""
-    done: Future[T] = Future()
-    calls = [args]
-
-    def run() -> None:
-        try:
-            given = calls.pop()
-        except IndexError:
-            return  # the pool raised after it had queued the call, and the call ran below
-        try:
-            done.set_result(function(*given))
-        except BaseException as error:
-            done.set_exception(error)
-
-    try:
-        pool.submit(run)
-    except RuntimeError:
-        run()
-    return done
-
-
-def split(pool: ThreadPoolExecutor, copy: Callable[[slice], None], n_rows: int, *, n_parts: int) -> None:
-    """Call `copy` with slices that cover all rows, in at most `n_parts` threads, this one included."""
-    n_parts = max(1, min(THREADS, n_parts))
-    step = max(1, -(-n_rows // n_parts))
-    others = [submit(pool, copy, slice(start, start + step)) for start in range(step, n_rows, step)]
-    try:
-        copy(slice(0, step))
-        for other in others:
-            other.result()
-    finally:  # after an interruption, no thread may go on writing
-        wait(others)
-
-
-def take(
-    records: Records, at: NDArray[Any], into: Records, pool: ThreadPoolExecutor, file: MappedFile
-) -> None:
+def take(records: Records, at: NDArray[Any], into: Records, workers: Workers, file: MappedFile) -> None:
     """Copy records of a file at positions in range, or as many of their first bytes as `into` takes.
 
     Many threads read a file from the disk, and few read one that is in the page cache: it is taken to be
@@ -125,7 +76,7 @@ def take(
         n_faults.append(_disk_faults() - before)
 
     part_bytes = READ_PART if file.is_cold else MEMORY_PART
-    split(pool, copy, len(at), n_parts=into.nbytes // part_bytes)
+    split(workers, copy, len(at), n_parts=into.nbytes // part_bytes)
     if into.nbytes >= READ_PART:  # fewer rows say too little
         file.is_cold = COLD_SHARE * sum(n_faults) > len(at)
 
@@ -270,7 +221,7 @@ def write_rows(table: MappedFile, record: Record, rows: range, *, fill: Fill) ->
 # ---- checks
 
 
-def check_rows(file: MappedFile, rows: NDArray[np.int64], pool: ThreadPoolExecutor) -> None:
+def check_rows(file: MappedFile, rows: NDArray[np.int64], workers: Workers) -> None:
     """Raise `DamagedFileError` if a mapped row is not as it was written; a row is compared once."""
     records, sums, checked = file.rows, file.sums, file.checked
     if records is None or sums is None or checked is None:
@@ -286,7 +237,7 @@ def check_rows(file: MappedFile, rows: NDArray[np.int64], pool: ThreadPoolExecut
             wrong.extend(at[(sums[at] != 0) & (sums[at] != row_sums(records[at]))].tolist())
 
     if len(fresh):
-        split(pool, compare, len(fresh), n_parts=nbytes * len(fresh) // MEMORY_PART)
+        split(workers, compare, len(fresh), n_parts=nbytes * len(fresh) // MEMORY_PART)
         if wrong:
             raise DamagedRowsError(file.path, sorted(wrong))
         checked[fresh] = True

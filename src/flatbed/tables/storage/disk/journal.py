@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,9 +26,7 @@ from flatbed.tables.files import NoSpace, read_small
 from flatbed.tables.storage.disk.checked_records import (
     MEMORY_PART,
     SUMMED_PART,
-    CopyThreads,
     row_sums,
-    split,
 )
 from flatbed.tables.storage.disk.format import (
     JOURNAL,
@@ -45,6 +43,7 @@ from flatbed.tables.storage.disk.format import (
     state_of,
 )
 from flatbed.tables.storage.disk.mapped_file import MappedFile, Records, Sums, anonymous
+from flatbed.tables.workers import Workers, split
 
 ENTRIES_AT = PAGE
 SEALED_ROOM = 2 * RECORDS_AT  # bytes of JSON: a state, and the path of a decision
@@ -170,7 +169,7 @@ class Journal:
         return self.n_entries + n_others <= self._capacity or self.n_rows + self._n_lost <= self._capacity
 
     def put(
-        self, ids: NDArray[np.int64], records: Records, pool: CopyThreads, sums: Sums | None = None
+        self, ids: NDArray[np.int64], records: Records, workers: Workers, sums: Sums | None = None
     ) -> None:
         """Replace the records of unique rows; after an error for lack of space, nothing has changed.
 
@@ -187,12 +186,12 @@ class Journal:
         self._n_lost += len(fresh)
         self._row_of_entry[self.n_entries : after] = ids[fresh]
         self.n_entries = after
-        self._copy(entries, records, pool, sums)
+        self._copy(entries, records, workers, sums)
         self._entry_of_row[ids[fresh]] = entries[fresh] + 1
         self._n_lost -= len(fresh)
 
     def _copy(
-        self, entries: NDArray[np.int64], records: Records, pool: CopyThreads, sums: Sums | None
+        self, entries: NDArray[np.int64], records: Records, workers: Workers, sums: Sums | None
     ) -> None:
         """Write records, and compute their checksums, if needed, while they are in a core's cache."""
         file = self.file
@@ -204,7 +203,7 @@ class Journal:
             self._sums[entries[part]] = row_sums(records[part]) if sums is None else sums[part]
 
         part_bytes = SUMMED_PART if sums is None else MEMORY_PART
-        split(pool, copy, len(entries), n_parts=records.nbytes // part_bytes)
+        split(workers, copy, len(entries), n_parts=records.nbytes // part_bytes)
 
     def make_room(self, ids: NDArray[np.int64], *, also: int) -> None:
         """Reserve space for the records of these rows, and of `also` others without an entry, at most."""
@@ -384,10 +383,10 @@ def apply(table: MappedFile, sealed: Sealed) -> None:
             copied = np.take(records, entries, out=buffer[: len(entries)], mode="clip")
             table.scatter(rows[entries], copied)
 
-    with CopyThreads() as pool, progress(f"saving {table.path.name}", len(order), "rows") as advance:
+    with closing(Workers()) as workers, progress(f"saving {table.path.name}", len(order), "rows") as advance:
         for start in range(0, len(order), step):
             some = order[start : start + step]
-            split(pool, copy, len(some), n_parts=len(some) * records.dtype.itemsize // MEMORY_PART)
+            split(workers, copy, len(some), n_parts=len(some) * records.dtype.itemsize // MEMORY_PART)
             table.scatter_sums(rows[some], sealed.sums[some])
             advance(len(some))
     table.write(STATE_AT, encode_state(state))

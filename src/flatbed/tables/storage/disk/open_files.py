@@ -13,7 +13,6 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from io import FileIO
 from pathlib import Path
@@ -29,7 +28,6 @@ from flatbed.tables.files import check_folder, file_errors, new_draft
 from flatbed.tables.record import Record
 from flatbed.tables.storage.base import Fill
 from flatbed.tables.storage.disk.checked_records import (
-    CopyThreads,
     file_size,
     has_sums,
     map_records,
@@ -46,6 +44,7 @@ from flatbed.tables.storage.disk.format import (
 )
 from flatbed.tables.storage.disk.journal import Journal, Sealed, apply, read_sealed
 from flatbed.tables.storage.disk.mapped_file import MappedFile, lock_table, open_for_lock
+from flatbed.tables.workers import Workers
 
 # ---- recovery
 
@@ -188,8 +187,8 @@ class OpenFiles:
         self.lock = OrderedLock("file")
         self.cached_changes: Callable[[], NDArray[np.int64]] = lambda: np.empty(0, np.int64)
         """Returns changed rows in a cache, of which the journal may have some."""
-        self.pool = CopyThreads()
-        self.writer = ThreadPoolExecutor(1, thread_name_prefix="flatbed-disk-writer")
+        self.workers = Workers()
+        self.writer = Workers(1)
         self._held: FileIO | None = held
         self._has_told = False
         _ALL.add(self)
@@ -216,8 +215,8 @@ class OpenFiles:
         held, self._held = self._held, None
         try:  # at once: an interruption in between would keep the lock
             if not is_forked:
-                self.pool.shutdown(wait=False)
-                self.writer.shutdown(wait=False)
+                self.workers.close()
+                self.writer.close()
             self.journal.close(remove=not is_forked)
             self.table.close()
         finally:

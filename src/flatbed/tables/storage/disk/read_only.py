@@ -19,7 +19,6 @@ from flatbed.progress import progress
 from flatbed.tables.record import Record
 from flatbed.tables.storage.base import CPU, row_blocks
 from flatbed.tables.storage.disk.checked_records import (
-    CopyThreads,
     DamagedRowsError,
     as_records,
     check_rows,
@@ -33,6 +32,7 @@ from flatbed.tables.storage.disk.format import RECORDS_AT, STATE_AT, State, norm
 from flatbed.tables.storage.disk.journal import read_sealed
 from flatbed.tables.storage.disk.mapped_file import MappedFile, Records
 from flatbed.tables.storage.disk.open_files import journal_of
+from flatbed.tables.workers import Workers
 
 PATIENCE = 10.0  # seconds for which a state may stay unreadable
 STAMP = 56  # bytes: the prefix of a state, with its checksum
@@ -72,7 +72,7 @@ class ReadOnlyStorage:
         self._is_closed = False
         self.meta: dict[str, Any] = {}
         self.path = Path(os.path.realpath(path))
-        self._pool = CopyThreads()
+        self._workers = Workers()
         version = self._open()
         self.n_rows, self.record = version.state.n_rows, version.record
 
@@ -149,7 +149,7 @@ class ReadOnlyStorage:
         out = np.empty((len(rows), self.record.nbytes if nbytes is None else nbytes), np.uint8)
         while True:
             version = self.refresh()
-            take(version.rows, rows, as_records(out), self._pool, version.file)
+            take(version.rows, rows, as_records(out), self._workers, version.file)
             unchanged = rows
             if version.changed is not None and len(version.changed[0]):
                 changed, records = version.changed
@@ -159,7 +159,7 @@ class ReadOnlyStorage:
                 unchanged = rows[changed[at] != rows]
             stamp = version.stamp
             try:
-                check_rows(version.file, unchanged, self._pool)
+                check_rows(version.file, unchanged, self._workers)
             except DamagedFileError:
                 # A trainer that adds rows to the table writes them over the checksums.
                 is_summed = has_sums(version.file, version.state.n_rows, version.rows.itemsize)
@@ -214,7 +214,7 @@ class ReadOnlyStorage:
     def close(self) -> None:
         """Close the file, unless another thread still reads it; a second call does nothing."""
         self._is_closed, self._version = True, None
-        self._pool.shutdown(wait=False)
+        self._workers.close()
 
     def __del__(self) -> None:
         """Close the file of a table that was forgotten."""

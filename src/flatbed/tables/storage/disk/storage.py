@@ -7,7 +7,6 @@ import secrets
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +29,6 @@ from flatbed.tables.storage.disk.checked_records import (
     file_size,
     replace_sums,
     rows_of,
-    submit,
     take,
     write_rows,
 )
@@ -38,6 +36,7 @@ from flatbed.tables.storage.disk.format import RECORDS_AT, Identity, State, norm
 from flatbed.tables.storage.disk.journal import Decision, Sealed, apply
 from flatbed.tables.storage.disk.mapped_file import MappedFile, Sums
 from flatbed.tables.storage.disk.open_files import Draft, OpenFiles, kept_journal, open_files
+from flatbed.tables.workers import Call
 
 T = TypeVar("T")
 Meta = Mapping[str, Any]
@@ -149,7 +148,7 @@ class DiskStorage:
 
         First those in the journal; then those in the file, without the lock: a disk is slow.
         """
-        out, pool, thread = as_records(into.numpy()), self._files.pool, get_ident()
+        out, workers, thread = as_records(into.numpy()), self._files.workers, get_ident()
         try:
             with self._files.lock:
                 self._begin()
@@ -158,11 +157,11 @@ class DiskStorage:
                 entries = journal.entries(rows)
                 changed, others = np.flatnonzero(entries >= 0), np.flatnonzero(entries < 0)
                 if journal.file is not None:
-                    take(journal.records, entries[changed], out[: len(changed)], pool, journal.file)
+                    take(journal.records, entries[changed], out[: len(changed)], workers, journal.file)
                 assert records is not None
                 self._readers.add(thread)
-            take(records, rows[others], out[len(changed) :], pool, table)
-            check_rows(table, rows[others], pool)  # after the copy, which has read the pages in parallel
+            take(records, rows[others], out[len(changed) :], workers, table)
+            check_rows(table, rows[others], workers)  # after the copy, which has read the pages in parallel
         finally:
             self._readers.discard(thread)  # not by a context manager: Ctrl-C could leave the thread in
         return np.concatenate((changed, others))
@@ -183,12 +182,14 @@ class DiskStorage:
             if len(rows):
                 given = as_records(records.detach().cpu().contiguous().numpy())
                 known = None if sums is None else sums.numpy().astype(np.uint32)
-                self._files.journal.put(rows, given, self._files.pool, known)
+                self._files.journal.put(rows, given, self._files.workers, known)
 
-    def submit(self, function: Callable[..., T], *args: Any, in_order: bool = False) -> Future[T]:
+    def submit(self, function: Callable[..., T], *args: Any, in_order: bool = False) -> Call[T]:
         """Run a function in a thread that copies rows, or after earlier calls in the thread that writes."""
         self._files.check()
-        return submit(self._files.writer if in_order else self._files.pool, function, *args)
+        call = Call(function, *args)
+        (self._files.writer if in_order else self._files.workers).submit(call)
+        return call
 
     def count_also(self, changed_rows: Callable[[], NDArray[np.int64]]) -> None:
         """Include changed rows of a cache in `unsaved_rows` and in the warning at exit."""
@@ -215,7 +216,7 @@ class DiskStorage:
                 raise FlatbedError(f"{self.path} was cut short while it was open; restore it from a copy")
             rows = np.arange(start, stop)
             entries = self._files.journal.entries(rows)
-            check_rows(self._files.table, rows[entries < 0], self._files.pool)
+            check_rows(self._files.table, rows[entries < 0], self._files.workers)
             changed = entries >= 0
             as_records(out)[changed] = self._files.journal.records[entries[changed]]
         return torch.from_numpy(out)
