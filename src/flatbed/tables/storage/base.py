@@ -38,10 +38,6 @@ class Storage(Protocol):
     reach: torch.device | None
     """Device whose kernels can address `memory`."""
 
-    @property
-    def unsaved_rows(self) -> int:
-        """Rows changed since the last checkpoint; 0 where there are no checkpoints."""
-
     def serves(self, device: torch.device) -> bool:
         """True if `device` can compute with these records where they are."""
 
@@ -155,8 +151,6 @@ def in_turn(*fills: Fill) -> Fill:
 
 class MemoryStorage:
     """Records in one tensor. Made by `device_storage` or `host_storage`."""
-
-    unsaved_rows = 0
 
     def __init__(
         self, record: Record, memory: Tensor, *, allocation: HostMemory | None, made_for: torch.device

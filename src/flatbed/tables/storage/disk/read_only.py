@@ -65,7 +65,6 @@ class ReadOnlyStorage:
     device = CPU
     memory: Tensor | None = None
     reach: torch.device | None = None
-    unsaved_rows = 0
 
     def __init__(self, path: str | Path) -> None:
         self._version: OpenVersion | None = None
