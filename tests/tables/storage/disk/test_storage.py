@@ -85,7 +85,7 @@ def test_gather_is_in_the_order_of_the_ids(
 def test_ids_out_of_range(tmp_path: Path, bad: int) -> None:
     storage = made(tmp_path)
     ids = torch.tensor([5, bad, 7])
-    with pytest.raises(IndexError, match=rf"id {bad} is out of range .* 100 rows \(batch position 1\)"):
+    with pytest.raises(IndexError, match=f"id {bad} at position 1 is out of range .* 100 rows"):
         storage.gather(ids)
     with pytest.raises(IndexError, match="out of range"):
         storage.scatter_(ids, random_records(3))

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flatbed.errors import DamagedFileError
+from flatbed.tables.ids import check_range
 from flatbed.tables.record import Record
 from flatbed.tables.storage.base import Fill, row_blocks
 from flatbed.tables.storage.disk.format import RECORDS_AT
@@ -42,11 +43,10 @@ def as_records(rows: NDArray[np.uint8]) -> Records:
 
 def rows_of(ids: Tensor, n_rows: int) -> NDArray[np.int64]:
     """Convert ids; raises IndexError for one that is out of range."""
-    rows: NDArray[np.int64] = ids.to("cpu", torch.int64).reshape(-1).numpy()
-    if len(rows) and (rows.min() < 0 or rows.max() >= n_rows):
-        at = int(np.argmax((rows < 0) | (rows >= n_rows)))
-        raise IndexError(f"id {rows[at]} is out of range for a table of {n_rows} rows (batch position {at})")
-    return rows
+    rows = ids.to("cpu", torch.int64).reshape(-1)
+    check_range(rows, n_rows)
+    found: NDArray[np.int64] = rows.numpy()
+    return found
 
 
 def head(records: Records, nbytes: int) -> Records:
