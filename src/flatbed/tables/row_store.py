@@ -377,11 +377,6 @@ class RowStore:
         saved = file.meta.get("scalars", {})
         return any(float(value) != saved.get(name, 0.0) for name, value in self.scalars.items())
 
-    @property
-    def is_part_of_folder(self) -> bool:
-        """True if the file's last checkpoint belongs to a folder of `flatbed.save_checkpoint`."""
-        return self._file is not None and "token" in self._file.meta
-
     def warn_of_loss(self, after: str, *, name: str = "", folder: Path | None = None) -> None:
         """Warn if a disk table holds the rows of a folder's valid checkpoint, and is about to change.
 

@@ -459,7 +459,7 @@ class Table(TableParameter):
         checkpoints. If the checkpoint fails, the table stays open.
         """
         if not discard and self._store.has_unsaved_changes():
-            if self._store.is_part_of_folder or self._shards is not None:
+            if self._store.belongs_to_folder or self._shards is not None:
                 raise FlatbedError(
                     f"rows of {self._store.config.path} changed since flatbed.save_checkpoint: save again, "
                     f"or call table.close(discard=True) to keep what the folder has"
