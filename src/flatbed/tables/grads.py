@@ -117,11 +117,8 @@ def merge_grads(parts: list[RowGrads], n_rows: int) -> RowGrads:
     if len(parts) == 1:
         return parts[0]
     rows = torch.cat([part.rows for part in parts])
-    dtype = parts[0].grads.dtype
-    for part in parts:
-        dtype = torch.promote_types(dtype, part.grads.dtype)
+    grads = torch.cat([part.grads for part in parts])  # in the widest dtype
     found = unique(torch.where(rows == NONE, SENTINEL, rows), n_rows)
-    grads = torch.cat([part.grads.to(dtype) for part in parts])
     summed = RowGrads(*segment_sum(grads, found, None), parts[0].task, all(part.shared for part in parts))
     summed.captured, summed.batch = parts[0].captured, _covering_batch(parts)
     return summed
