@@ -77,9 +77,7 @@ def open_storage(config: Config) -> tuple[DiskStorage | ReadOnlyStorage, Config]
 
 
 def slots_for(config: Config, record: Record, device: torch.device, n_wanted: int) -> int:
-    """Return how many records the cache holds; n_wanted, if the user gave no size; 0 for no cache."""
-    if config.storage == "device":
-        return 0
+    """Return how many records the cache of a config with `has_cache` holds; n_wanted, if no size is given."""
     if config.cache_rows is not None:
         return min(config.cache_rows, config.n_rows)
     if config.cache_bytes is not None:
