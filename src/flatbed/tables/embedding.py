@@ -259,8 +259,6 @@ class TableModule(nn.Module):
         make: Any = cls
         made: Self = make(*weights.shape, *padding_idx, **options)
         write_field(made.table, WEIGHT, weights)
-        if made.table.storage == "disk" and made.table._shards is None:
-            made.table.checkpoint()
         return made.requires_grad_(not freeze)
 
     def _set_options(self) -> None:
