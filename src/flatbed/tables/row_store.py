@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -43,7 +44,7 @@ from flatbed.tables.storage.base import (
 )
 from flatbed.tables.storage.disk import DiskStorage, ReadOnlyStorage
 from flatbed.tables.storage.disk.journal import token_in
-from flatbed.tables.storage.disk.open_files import tell_at_sigterm
+from flatbed.tables.storage.disk.open_files import Draft, tell_at_sigterm
 
 
 class RowStore:
@@ -131,7 +132,7 @@ class RowStore:
     def ensure_layout(self) -> Storage:
         """Allocate or move rows if needed, and return their storage. A cache may have newer rows: `flush`."""
         storage = self._storage
-        if storage is None or self._laid_out != self.version or os.getpid() != self._process:
+        if storage is None or self._laid_out != self.version or self._is_forked:
             self.check_process()
             if self._is_half_loaded:
                 raise FlatbedError(
@@ -217,33 +218,34 @@ class RowStore:
                     new = create_storage(self.config, record, self.device, fill=filling, meta=meta)
                 undo.callback(self._drop_unless_used, new)
                 return lambda: self._use_storage(new)
-            if not self.in_memory:
-                self._check_on_disk()
-                if self._is_half_loaded and self.is_allocated:  # perhaps its file was replaced
-                    self._storage = self._reopened()
-            storage = self._allocate_or_move()
-            if not self.in_memory:
-                on_disk = cast(DiskStorage, storage)
-                self.forget_cache()
-                kept = [] if is_complete else [kept_rows(storage, record, with_state=True)]
-                with reported(doing, n_rows, in_turn(*kept, fill)) as filling:
-                    draft = on_disk.draft(record, fill=filling, meta=meta)
-                undo.callback(draft.discard)
+            if self.in_memory:
+                self._allocate_or_move()
+                return partial(self._overwrite_as, record, fill, doing)
+            self._check_on_disk()
+            if self._is_half_loaded and self.is_allocated:  # perhaps its file was replaced
+                self._storage = self._reopened()
+            storage = cast(DiskStorage, self._allocate_or_move())
+            self.forget_cache()
+            kept = [] if is_complete else [kept_rows(storage, record, with_state=True)]
+            with reported(doing, n_rows, in_turn(*kept, fill)) as filling:
+                draft = storage.draft(record, fill=filling, meta=meta)
+            undo.callback(draft.discard)
+            return partial(self._use_draft, storage, draft)
 
-        def replace_file() -> None:
-            with self._lock:
-                self.abandon_cache()  # a thread of a prefetcher may have made one since `forget_cache`
-                self.writes += 1
-                self._use_storage(on_disk.replaced_by(draft))
+    def _overwrite_as(self, record: Record, fill: Fill, doing: str) -> None:
+        """Change all rows in memory, and the fields that they have."""
+        with self._lock:
+            if record != self.record:
+                self.relayout(record)
+            with reported(doing, self.config.n_rows, fill) as filling:
+                self.overwrite(filling)
 
-        def replace_in_memory() -> None:
-            with self._lock:
-                if record != self.record:
-                    self.relayout(record)
-                with reported(doing, n_rows, fill) as filling:
-                    self.overwrite(filling)
-
-        return replace_in_memory if self.in_memory else replace_file
+    def _use_draft(self, storage: DiskStorage, draft: Draft) -> None:
+        """Replace the file of a disk table."""
+        with self._lock:
+            self.abandon_cache()  # a thread of a prefetcher may have made one since `forget_cache`
+            self.writes += 1
+            self._use_storage(storage.replaced_by(draft))
 
     def mark_half_loaded(self) -> None:
         """Let every use raise except for loads."""
