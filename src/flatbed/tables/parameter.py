@@ -209,21 +209,20 @@ class WeightView(GuardedTensor):
                 "table with an optimizer of flatbed.optim (from_torch takes classes of your own), or write "
                 "`with torch.no_grad(): emb.weight[table.grad_rows] -= lr * table.grad`"
             )
-        found = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, WeightView)]
-        for view in found:
+        kwargs = kwargs or {}
+        views = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, WeightView)]
+        for view in views:
             _check(view)
-        if found and found[0]._whole and args and args[0] is found[0]:
-            answer = _of_the_table(func, found[0], args, kwargs or {})
-            if answer is not None:
-                return answer[0]
+        if views and views[0]._whole and args and args[0] is views[0]:
+            answer = _of_the_table(func, views[0], args, kwargs)
+            if answer is not NotImplemented:
+                return answer
         with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **(kwargs or {}))
-        if not found:
+            result = func(*args, **kwargs)
+        if not views or any(result is one for one in (*args, kwargs.get("out"))):  # in place
             return result
         untracked = func in DETACHING or getattr(func, "__self__", None) is Tensor.data
-        if any(result is one for one in (*args, (kwargs or {}).get("out"))):  # in place
-            return result
-        return _wrapped(result, found[0], detached=untracked or all(view._detached for view in found))
+        return _wrapped(result, views[0], detached=untracked or all(view._detached for view in views))
 
     def set_(self, *_: Any, **__: Any) -> Any:
         """Raise: torch calls no `__torch_function__` here."""
@@ -328,34 +327,37 @@ def _shared(one: Tensor, other: Any) -> bool:
     return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr() != 0
 
 
-def _of_the_table(func: Any, view: WeightView, args: Any, kwargs: Any) -> tuple[Any] | None:
-    """Apply to the table what concerns all of it: `requires_grad`, and `emb.weight.data = …`."""
+def _of_the_table(func: Any, view: WeightView, args: Any, kwargs: Any) -> Any:
+    """Apply to the table what concerns all of it: `requires_grad`, and `emb.weight.data = …`.
+
+    Returns NotImplemented for other operations.
+    """
     if func is Tensor.requires_grad_:
         view._table.requires_grad_(*args[1:], **kwargs)
-        return (view,)
+        return view
     attribute = getattr(func, "__self__", None)
     setting = getattr(func, "__name__", "") == "__set__"
     if attribute is Tensor.requires_grad:
         if not setting:
-            return (view._table.requires_grad,)
+            return view._table.requires_grad
         view._table.requires_grad = args[1]
-        return (None,)
+        return None
     if attribute is Tensor.grad:
         if setting and args[1] is None:
             view._table.grad = None
-            return (None,)
+            return None
         if setting or view._table.grad is not None:
             raise FlatbedError(
                 "emb.weight has no gradient of its own: give optimizers and clip_grad_norm_ "
                 "emb.parameters(). The gradient of the batch's rows is emb.table.grad"
             )
-        return (None,)
+        return None
     if attribute is Tensor.data and setting:
         if args[1].shape != view.shape:
             raise ValueError(f"weights of shape {tuple(view.shape)} cannot become {tuple(args[1].shape)}")
         view.copy_(args[1])
-        return (None,)
-    return None
+        return None
+    return NotImplemented
 
 
 def _check(view: WeightView) -> None:
