@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import os
 import re
@@ -293,6 +294,20 @@ def test_state_of_another_optimizer(storage: str, tmp_path: Path) -> None:
     assert same(everything(other.table), before)
     with pytest.raises(FlatbedError, match="drop_state"):
         flatbed.optim.SGD([load_table(tmp_path / "t.safetensors")], lr=0.1, momentum=0.9)
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_loaded_state_is_not_that_of_the_optimizer_before(storage: str, tmp_path: Path) -> None:
+    """No warning names an optimizer whose state was replaced (the tests take warnings for errors)."""
+    emb = embedding("host", tmp_path)
+    train(emb, flatbed.optim.AdamW(emb))
+    emb.table.save(tmp_path / "t.safetensors")
+    other = embedding(storage, tmp_path)
+    train(other, flatbed.optim.Adam(other))
+    gc.collect()  # the optimizer
+    other.table.load(tmp_path / "t.safetensors")
+    train(other, flatbed.optim.AdamW(other))
+    assert float(other.table.scalars()["step"]) == 6
 
 
 # ---- closing a disk table

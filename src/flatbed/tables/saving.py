@@ -333,6 +333,7 @@ def begin_read(
         replace()
         if is_adopted:
             store.adopt_state(scalars)
+            store.optimizer = None  # the file does not name it
         elif owner is not None and state:
             store.set_scalars(scalars)
 
