@@ -88,6 +88,19 @@ def test_sgd_takes_one_step_at_a_time() -> None:
     np.testing.assert_array_equal(*(trainer.vectors().matrix for trainer in trainers))
 
 
+def test_the_error_of_a_step_is_raised_and_not_those_of_later_steps() -> None:
+    trainer = Trainer(kinds_corpus(300), Settings(**SMALL | {"batch_words": 64}, threads=2))
+    n_steps = iter(range(trainer.n_steps))
+
+    def fail(*_: Any) -> None:
+        if next(n_steps) == 5:
+            raise RuntimeError("of step 5")
+
+    trainer.optimizer.register_step_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="of step 5"):
+        trainer.run()
+
+
 def test_progress_and_learning_rate() -> None:
     """The rate of the optimizer falls linearly from the first step."""
     trainer = Trainer(kinds_corpus(300), Settings(**SMALL, lr=0.5))

@@ -198,11 +198,11 @@ class Trainer:
         for number in range(self.step, min(self.step + n, end)):
             batch = made_ahead.pop(number) if number in made_ahead else make(number)
             begun[number] = self._begin_step(batch)
-        last = None
+        futures: list[Future[None]] = []
         for number in range(self.step, end):
-            last = pool.submit(train, number, last)
-        if last is not None:
-            last.result()
+            futures.append(pool.submit(train, number, futures[-1] if futures else None))
+        for future in futures:  # an error of one step makes later ones fail, too
+            future.result()
 
     def _begin_step(self, batch: TrainingBatch) -> Step:
         """Look up the rows of a batch."""
