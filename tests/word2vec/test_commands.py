@@ -5,6 +5,7 @@ import re
 import signal
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -301,3 +302,23 @@ def test_a_signal_and_resume(
     assert not (tmp_path / "run").exists()
     run("word2vec", *options, "--out", tmp_path / "w.txt")
     np.testing.assert_array_equal(matrix(tmp_path / "v.txt"), matrix(tmp_path / "w.txt"))
+
+
+def test_a_signal_before_the_first_step(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has its usual effect, since there is nothing to save yet."""
+    bar = commands._progress_bar
+
+    @contextmanager
+    def interrupted(title: str) -> Iterator[Any]:
+        with bar(title) as update:
+            if title == "training":
+                os.kill(os.getpid(), signal.SIGTERM)
+            yield update
+
+    monkeypatch.setattr(commands, "_progress_bar", interrupted)
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        run("word2vec", text, *QUIET, "--out", tmp_path / "v.txt", code=143)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert list(tmp_path.iterdir()) == []

@@ -283,7 +283,8 @@ def _read(files: Sequence[Path], encoding: str, max_words: int | None) -> Corpus
 def _train(trainer: Trainer, checkpoint: Path, save_seconds: float) -> None:
     """Train to the end. A signal ends training after the current step, with a checkpoint."""
     report, last_save = None, time.monotonic()
-    with _stopped_by_signals(trainer.stop), _progress_bar("training") as update:
+    # The handlers last: a loop forgets a `stop()` from before it began.
+    with _progress_bar("training") as update, _stopped_by_signals(trainer.stop):
         for report in trainer:
             speed = f"{report.words_per_second:,.0f} words/s, loss {report.loss:.3f}"
             update(report.words, report.n_words, f"epoch {report.epoch}, {speed}")
