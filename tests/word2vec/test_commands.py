@@ -150,6 +150,13 @@ def test_a_text_is_never_overwritten(name: str, tmp_path: Path) -> None:
         assert text.read_text() == "to be or not to be"
 
 
+def test_the_file_of_further_words_is_never_overwritten(text: Path, tmp_path: Path) -> None:
+    (tmp_path / "v.txt").write_text("cats dogs")
+    options = [text, *QUIET, "--buckets", 10, "--also", tmp_path / "v.txt", "--out", tmp_path / "v.txt"]
+    assert "would be overwritten" in run("word2vec", *options, code=1)
+    assert (tmp_path / "v.txt").read_text() == "cats dogs"
+
+
 def test_a_pipe_is_not_replaced(text: Path, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "v.txt")
     assert "not a regular file" in run("word2vec", text, *QUIET, "--out", tmp_path / "v.txt", code=1)

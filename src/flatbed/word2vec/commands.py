@@ -108,7 +108,7 @@ def word2vec(
         if also is not None and not settings.buckets:
             raise ValueError("--also needs n-grams: give --buckets, 1000000 for example")
         further = [] if also is None else read_corpus(also, encoding=encoding).words
-        _check_outputs(files, out, plots)
+        _check_outputs([*files, also] if also else files, out, plots)
         _check_checkpoint(checkpoint, settings, resume=resume)
         # Threads of torch's operations wait for each other many times in a step.
         torch.set_num_threads(1 if settings.n_parallel_steps > 1 else max(settings.threads // 2, 1))
