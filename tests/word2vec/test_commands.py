@@ -285,6 +285,20 @@ def test_training_is_saved_if_the_vectors_cannot_be_written(
     np.testing.assert_array_equal(matrix(out), matrix(tmp_path / "w.txt"))
 
 
+def test_vectors_are_on_the_disk_before_the_checkpoint_is_removed(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sync, synced = os.fsync, []
+
+    def fsync(descriptor: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    run("word2vec", text, *QUIET, "--out", tmp_path / "v.txt")
+    assert f"{tmp_path}/.v.txt.new" in synced
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_and_resume(
     number: signal.Signals, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import signal
 import time
 import warnings
@@ -325,6 +326,8 @@ def _write(trainer: Trainer, out: Path, checkpoint: Path, further: Sequence[str]
     try:
         vectors = trainer.vectors(further)
         vectors.save(_draft(out), binary=binary)
+        with _draft(out).open("r+b") as file:
+            os.fsync(file.fileno())  # the checkpoint is removed next
         _draft(out).replace(out)
     except (Exception, KeyboardInterrupt) as error:
         _draft(out).unlink(missing_ok=True)
