@@ -56,6 +56,14 @@ def test_rows_follow_a_model_to_another_device() -> None:
             assert np.array_equal(embedding.weight.detach().cpu().numpy(), before[[5, 6, 5]])
             rows.afterOptimizerStep(np.array([5, 6, 5], dtype=np.int32))
         assert np.array_equal(rows.getNumpyVersion(), before)
+        embedding.cuda()
+        assert np.array_equal(rows.getNumpyVersion(), before)  # moves the rows, too
+        embedding.cpu()
+        rows.beforeForwardPass([5])
+        with torch.no_grad():
+            embedding.weight.zero_()
+        rows.afterOptimizerStep([5])
+        assert not rows.getNumpyVersion()[5].any()
 
 
 @pytest.mark.parametrize("pinned", [False, True])

@@ -114,13 +114,14 @@ class Switcher(ArrayViews):
         device = self._variable().device
         if self._module.table.device != device:
             self._module.to(device)
+            self._parts = []
         return self._module.table
 
     def _memory(self, device: torch.device) -> list[tuple[Tensor, Array]]:
         """Return the rows' memory if the CPU computes with it; otherwise nothing."""
         if device.type != "cpu" or self._storage == "disk":
-            self._parts = []
-        elif not self._parts:
+            return []
+        if not self._parts:
             table = self._table()
             with torch._C.DisableTorchFunctionSubclass():  # a table's own view checks every operation
                 weight = table.weight.detach().as_subclass(Tensor)
