@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import unserializable_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -144,7 +145,7 @@ class Slots:
         variable, node = self.variable(), torch._C._current_autograd_node()
         assert variable is not None
         # Hooks of autograd.grad may run at another node.
-        if type(node).__name__ == "AccumulateGrad" and node is not _leaf_node(variable):
+        if type(node).__name__ == "AccumulateGrad" and node is not get_gradient_edge(variable).node:
             raise FlatbedError(
                 "found backward() of a forward pass over rows of an earlier batch, while the variable holds "
                 "other rows: call backward() before the next beforeForwardPass()"
@@ -171,12 +172,6 @@ def _replace_leaf_node(variable: Tensor) -> None:
 def _empty(dtype: torch.dtype, device: torch.device) -> Tensor:
     with torch.inference_mode(False):
         return torch.empty(0, dtype=dtype, device=device)
-
-
-def _leaf_node(variable: Tensor) -> Any:
-    """Return the variable's leaf node, as `torch.autograd.graph.get_gradient_edge`, in half the time."""
-    with torch.enable_grad():
-        return variable.view_as(variable).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
 
 
 def _shared(grad: Tensor, batch: SlotBatch) -> Tensor:
