@@ -166,7 +166,7 @@ class Bench:
                 metrics["misses_per_step"] = misses / (plan.turns * plan.n_steps)
             if alone is not None:
                 metrics["model_alone_ms"] = median(alone.back_to_back)
-            where = {**(shared if name == SPARSE else own)}
+            where = shared if name == SPARSE else own
             n, ok = len(readings.back_to_back), result.ok and (is_flushed or name == SPARSE)
             yield options.row(setting.name, name, where, metrics, n_samples=n, ok=ok)
 

@@ -47,8 +47,7 @@ PRECISIONS = {"fp32": Precision(torch.float32, False), "bf16-master": Precision(
 
 def with_captured_step(model: nn.Module, loss: Loss, name: str, max_norm: float, **more: Any) -> Trainer:
     """Use flatbed.optim with the step alone as a CUDA graph, which reads gradients where they are."""
-    trainer = trainers.with_flatbed(model, loss, name, max_norm, **more)
-    return _captured(trainer)
+    return _captured(trainers.with_flatbed(model, loss, name, max_norm, **more))
 
 
 def with_captured_torch(model: nn.Module, loss: Loss, name: str, max_norm: float) -> Trainer:
