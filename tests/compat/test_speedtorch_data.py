@@ -190,6 +190,26 @@ def test_gadgets_on_disk_write_to_their_file(tmp_path: Path, monkeypatch: pytest
         gadget.insertData(np.ones((1, 3)), [2])
 
 
+@pytest.mark.parametrize("kind", GADGETS)
+def test_a_file_is_replaced_when_the_new_one_is_complete(
+    kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = tmp_path / "saved.npy"
+    for path in (saved, tmp_path / "data.npy"):
+        np.save(path, np.ones((5, 3)))
+    gadget = kind(tmp_path / "data.npy")
+    gadget.gadgetInit()
+    gadget.insertData(np.zeros(3), 2)
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(np.lib.format, "write_array", full)
+    with pytest.raises(OSError, match="No space left"):
+        gadget.saveCupy(saved)
+    assert (np.load(saved) == 1.0).all()
+
+
 def test_arrays_of_other_orders() -> None:
     array = np.arange(6.0).reshape(2, 3)
     for other in (array.astype(">f8"), np.asfortranarray(array)):

@@ -6,7 +6,8 @@ The conversions of names, datatypes and ids are those of switchers, too.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,14 @@ def npy_path(name: FileName) -> Path:
     """Return the path of a .npy file to write; numpy adds its suffix to names without it."""
     path = Path(name)
     return path if path.suffix == ".npy" else path.with_name(f"{path.name}.npy")
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield the name of a file to write, which then replaces `path`; an error leaves that as it was."""
+    part = path.with_name(f"{path.name}.part")
+    yield part
+    os.replace(part, path)
 
 
 def open_npy(name: FileName, mode: Any = "r") -> Array:
@@ -191,7 +200,9 @@ class StoredArray(ArrayViews):
 
     def saveCupy(self, saveFileName: FileName) -> None:
         """Write the array to a .npy file."""
-        np.save(npy_path(saveFileName), to_numpy(self.getTorchVar()), allow_pickle=False)
+        array = to_numpy(self.getTorchVar())
+        with replacing(npy_path(saveFileName)) as part, part.open("wb") as file:
+            np.save(file, array, allow_pickle=False)
 
     def loadCupy(self, loadFileName: FileName) -> None:
         """Replace the array by that of a .npy file."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -21,6 +20,7 @@ from flatbed.compat.speedtorch.arrays import (
     free_path,
     npy_path,
     open_npy,
+    replacing,
     row_ids,
     to_numpy,
 )
@@ -273,14 +273,12 @@ class Switcher(ArrayViews):
         """Write all rows to a .npy file, by default `diskname`; of an optimizer, (tensors, rows, numbers)."""
         if self._names:
             self._table()  # raises before a file is made
-        path = npy_path(saveFileName or self.diskname)
-        part = path.with_name(f"{path.name}.part")
         shape = self._shape if self._is_stacked else self._shape[1:]
         dtype = to_numpy(torch.empty(0, dtype=self.datatype)).dtype
-        array = np.lib.format.open_memmap(part, "w+", dtype, shape)
-        self._copied(torch.from_numpy(array).view(self._shape))
-        array.flush()
-        os.replace(part, path)
+        with replacing(npy_path(saveFileName or self.diskname)) as part:
+            array = np.lib.format.open_memmap(part, "w+", dtype, shape)
+            self._copied(torch.from_numpy(array).view(self._shape))
+            array.flush()
 
     def loadCupy(self, loadFileName: FileName | None = None) -> None:
         """Read what `saveCupy` has written. No init is needed before."""
@@ -289,9 +287,8 @@ class Switcher(ArrayViews):
 
     def saveTorch(self, saveFileName: FileName) -> None:
         """Write all rows with torch.save: a tensor; an optimizer's as a dict of tensors."""
-        part = Path(f"{os.fspath(saveFileName)}.part")
-        torch.save(self._by_name([tensor.clone() for tensor in self._copied()]), part)
-        os.replace(part, saveFileName)
+        with replacing(Path(saveFileName)) as part:
+            torch.save(self._by_name([tensor.clone() for tensor in self._copied()]), part)
 
     def loadTorch(self, loadFileName: FileName) -> None:
         """Read what `saveTorch` has written. Only plain tensors are loaded."""
