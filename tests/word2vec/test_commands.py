@@ -186,6 +186,9 @@ def test_characters_of_another_encoding(tmp_path: Path) -> None:
     assert "--encoding latin-1" in message
     assert "Warning" not in run("word2vec", *options, "--encoding", "latin-1")
     assert set(Vectors.load(tmp_path / "v.txt").words) == {"café", "caf", "thé"}
+    (tmp_path / "u.txt").write_text("plain words\n" * 200)
+    options = [tmp_path / "u.txt", "--also", tmp_path / "t.txt", "--buckets", 10, *options[1:]]
+    assert "Warning: 2 different words have U+FFFD" in run("word2vec", *options)
 
 
 def test_unknown_words_and_files(tmp_path: Path) -> None:

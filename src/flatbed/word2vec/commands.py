@@ -108,7 +108,8 @@ def word2vec(
         settings = _settings(options, defaults if files else defaults | LIBRARY_DEFAULTS)
         if also is not None and not settings.buckets:
             raise ValueError("--also needs n-grams: give --buckets, 1000000 for example")
-        further = [] if also is None else read_corpus(also, encoding=encoding).words
+        with _printed_warnings():
+            further = [] if also is None else read_corpus(also, encoding=encoding).words
         _check_outputs([*files, also] if also else files, out, plots)
         _check_checkpoint(checkpoint, settings, resume=resume)
         # Threads of torch's operations wait for each other many times in a step.
