@@ -269,6 +269,16 @@ def test_batches_on_the_host_for_tables_on_a_gpu() -> None:
     run(torch.zeros(2))  # warns once
 
 
+@gpu
+def test_batches_that_the_gpu_has_not_computed_yet_for_a_step_on_the_host() -> None:
+    step = flatbed.capture(lambda x: x.clone(), device="cpu")
+    for value in (1.0, 2.0, 3.0):
+        x = torch.zeros(1 << 20, device="cuda")
+        torch.cuda._sleep(100_000_000)
+        x += value
+        assert torch.equal(step(x), torch.full((1 << 20,), value))
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
 def test_batches_are_checked_in_the_same_way_on_every_device(device: str) -> None:
     seen: list[Any] = []

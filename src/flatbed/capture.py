@@ -191,7 +191,8 @@ class CapturedStep:
         return result
 
     def _run_without_graph(self, leaves: list[Tensor], structure: Any) -> Any:
-        batch = tree_unflatten([leaf.to(self._device, non_blocking=True) for leaf in leaves], structure)
+        to_gpu = self._device.type == "cuda"  # a step on the host reads the batch at once
+        batch = tree_unflatten([leaf.to(self._device, non_blocking=to_gpu) for leaf in leaves], structure)
         with lookups_in_capture([], []) as context:
             result = self._train_step(batch)
         devices = {table._store.device for table, _ in context.noted}

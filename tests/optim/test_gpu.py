@@ -303,6 +303,19 @@ def test_a_model_on_two_devices_is_clipped_by_one_norm() -> None:
         torch.testing.assert_close(p, q)
 
 
+def test_parameters_on_the_host_wait_for_the_scale() -> None:
+    params = [nn.Parameter(torch.ones(8, device=device)) for device in ("cpu", CUDA)]
+    optimizer = flatbed.optim.SGD(params, lr=1.0)
+    for scale in (2.0, 4.0, 8.0):
+        for p in params:
+            p.grad = torch.full_like(p, scale)
+        torch.cuda._sleep(100_000_000)
+        optimizer.grad_scale = torch.full((1,), scale, device=CUDA)
+        optimizer.found_inf = torch.zeros(1, device=CUDA)
+        optimizer.step()
+    assert [p.tolist() for p in params] == [[-2.0] * 8] * 2
+
+
 def test_a_model_that_moves_to_the_gpu_takes_its_state_along() -> None:
     ours, theirs = build("mixed"), build("mixed", CUDA)
     a, b = adam_pair(ours, theirs)

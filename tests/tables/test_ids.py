@@ -209,6 +209,17 @@ def test_bad_batch_changes_nothing(storage: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
+def test_ids_that_the_gpu_has_not_computed_yet_for_a_table_on_the_host() -> None:
+    emb, n = flatbed.Embedding(1 << 20, DIM, seed=0), 1 << 20
+    ids = torch.zeros(n, dtype=torch.int64, device="cuda")
+    ids.to("cpu", non_blocking=True)  # pinned memory of zeros, which the next copy takes
+    torch.cuda.synchronize()
+    torch.cuda._sleep(100_000_000)
+    ids += torch.arange(n, device="cuda")
+    assert torch.equal(emb(ids), emb(torch.arange(n)))
+
+
+@pytest.mark.gpu
 def test_evaluation_with_bad_ids_on_a_gpu() -> None:
     """A later lookup raises, since no step is taken; checks of good batches do not accumulate."""
     emb = flatbed.Embedding(ROWS, DIM, device="cuda").eval()

@@ -111,8 +111,9 @@ class Scaling:
 
     def to(self, device: torch.device) -> Scaling:
         """Copy the values to the device of a step."""
+        is_async = device.type == "cuda"  # a step on the host reads the values at once
         scale, found_inf = (
-            None if t is None else t.to(device, non_blocking=True) for t in (self.scale, self.found_inf)
+            None if t is None else t.to(device, non_blocking=is_async) for t in (self.scale, self.found_inf)
         )
         return Scaling(scale, found_inf)
 

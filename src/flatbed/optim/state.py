@@ -155,7 +155,7 @@ def _is_negative_zero(tensor: Tensor) -> bool:
 
 def _filled(tensor: Tensor, value: Tensor | float) -> Tensor:
     if isinstance(value, Tensor):
-        return tensor.copy_(value, non_blocking=True)
+        return tensor.copy_(value, non_blocking=tensor.is_cuda)
     return tensor.fill_(value)
 
 

@@ -173,7 +173,7 @@ def _keys(ids: Tensor, n_rows: int, device: torch.device, *, in_range: bool = Fa
     """Return ids as keys on the computing device, flat, in the dtype that kernels sort fastest."""
     if in_range:  # copied in that dtype
         return to_device(ids.flatten(), device, key_dtype(n_rows, device))
-    return to_int32_keys(ids.flatten().to(device, non_blocking=True), n_rows)
+    return to_int32_keys(ids.flatten().to(device, non_blocking=device.type == "cuda"), n_rows)
 
 
 def _with_lead(keys: Tensor, padding_idx: int) -> Tensor:
