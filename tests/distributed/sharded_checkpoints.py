@@ -153,7 +153,7 @@ def goes_on_with_other_ranks(folder: Path) -> None:
 
 
 class Mixed(nn.Module):
-    """A sharded table beside parameters of FSDP2."""
+    """A sharded table beside parameters of FSDP2, some with fewer rows than there are ranks, one of them tied."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,12 +161,15 @@ class Mixed(nn.Module):
         self.items = flatbed.Embedding(ROWS, DIM, seed=1, shard="row")
         self.one = nn.Linear(DIM, 7)  # rows that no number of ranks divides evenly
         self.two = nn.Linear(7, 5)
+        self.left, self.right = nn.Linear(5, 1), nn.Linear(5, 1)
+        self.tied = self.right
         tables = set(flatbed.tables(self))
         fully_shard(self.two)
         fully_shard(self, ignored_params=tables)
 
     def forward(self, ids: Tensor) -> Tensor:
-        found: Tensor = self.two(self.one(self.items(ids)))
+        y = self.two(self.one(self.items(ids)))
+        found: Tensor = self.left(y) + self.right(y).sin() + self.tied(y).cos()
         return found
 
 
@@ -175,7 +178,9 @@ def goes_on_beside_fsdp(folder: Path) -> None:
     model = Mixed()
     optimizers = [
         flatbed.optim.Adam([*model.items.parameters(), *model.one.parameters()], lr=0.1, max_norm=1.0),
-        torch.optim.SGD(model.two.parameters(), lr=0.1, momentum=0.9),
+        torch.optim.SGD(
+            [*model.two.parameters(), *model.left.parameters(), *model.right.parameters()], lr=0.1, momentum=0.9
+        ),
     ]
 
     def make_steps() -> None:

@@ -71,7 +71,9 @@ class Packer:
     def _tensor(self, value: Tensor, name: str) -> Any:
         _check_plain(value, name)
         local = local_of(value)
-        place = (value.device, local.data_ptr(), value.dtype, tuple(value.shape), value.stride())
+        # Not its address: a rank whose shard is empty has none, and must find the same ties as the others.
+        storage = local.untyped_storage()._cdata
+        place = (storage, local.storage_offset(), value.dtype, tuple(value.shape), value.stride())
         if self._tied and value.numel() and place in self._places:
             self.ties[name] = self._places[place]
             return {"$tensor": self._places[place]}
