@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -138,13 +137,13 @@ def save_checkpoint(
                 "the rows of the last one alone. Pass copy_disk_tables=True, too, or leave keep out"
             )
         lockstep.meet()
-        random = _rng_of_all_ranks() if rng else []
+        random = lockstep.gather(rng_state()) if rng else []
         token = manifest["token"] = lockstep.of_first(secrets.token_hex(16))
         with ExitStack() as held, folders.open_lock(folder) if lockstep.first else nullcontext() as file:
             if file is not None:
                 lock(file)
                 version = folders.make_version(folder, token)
-                lockstep.undo = partial(_undo, version, token)
+                lockstep.undo = partial(_undo, version)
             lockstep.meet()
             version = folder / lockstep.of_first(version.name if lockstep.first else "")
             if in_place and not version.is_dir():  # CURRENT.json decides for their files on all ranks
@@ -172,10 +171,10 @@ def save_checkpoint(
                 folders.remove_others(folder, kept)
 
 
-def _undo(version: Path, token: str) -> None:
+def _undo(version: Path) -> None:
     """Remove the version of a save that has failed."""
     with suppress(FlatbedError):
-        if (version.parent / CURRENT).exists() and folders.read_current(version.parent)[0] == token:
+        if version.name in folders.kept_versions(version.parent):
             return  # decided, though perhaps not durably: the next change of a table completes it
     shutil.rmtree(version, ignore_errors=True)
 
@@ -218,13 +217,6 @@ def _checked_extra(extra: Mapping[str, Any] | None) -> dict[str, Any]:
                 "schedulers with scheduler="
             )
     return given
-
-
-def _rng_of_all_ranks() -> list[Any]:
-    states: list[Any] = [rng_state()] * world_size()
-    if world_size() > 1:
-        dist.all_gather_object(states, states[0])
-    return states
 
 
 @dataclass(frozen=True, slots=True)

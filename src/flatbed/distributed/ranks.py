@@ -295,9 +295,9 @@ class Lockstep:
 
     def of_first(self, value: str) -> str:
         """Return the string that the first rank gives."""
-        return str(self._gather(value)[0])
+        return str(self.gather(value)[0])
 
-    def _gather(self, value: Any) -> list[Any]:
+    def gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks, in rank order."""
         found = [value]
         if self.many:
@@ -323,7 +323,7 @@ class Lockstep:
             return
         reasons: list[str | None] = []
         try:
-            reasons = self._gather(None if failure is None else reason_of(failure))
+            reasons = self.gather(None if failure is None else reason_of(failure))
         except ExchangeError:
             if failure is None:
                 raise
