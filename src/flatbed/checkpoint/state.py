@@ -88,14 +88,12 @@ class Packer:
 
 
 def _check_plain(tensor: Tensor, name: str) -> None:
-    """Raise unless a tensor is dense and initialized, and whole or a DTensor."""
+    """Raise unless a tensor is dense and initialized."""
     if nn.parameter.is_lazy(tensor) or tensor.is_meta:
         raise FlatbedError(f"'{name}' has no values yet: run the model once, then save it")
-    is_sharded = hasattr(tensor, "to_local") and not is_dtensor(tensor)
-    if tensor.layout != torch.strided or tensor.is_quantized or is_sharded:
+    if tensor.layout != torch.strided or tensor.is_quantized:
         raise FlatbedError(
-            f"'{name}' is sparse, quantized or sharded ({type(tensor).__name__}), which safetensors cannot "
-            "hold: save it by other means"
+            f"'{name}' is sparse or quantized, which safetensors cannot hold: save it by other means"
         )
 
 
