@@ -153,7 +153,7 @@ def goes_on_with_other_ranks(folder: Path) -> None:
 
 
 class Mixed(nn.Module):
-    """A sharded table beside parameters of FSDP2, some with fewer rows than there are ranks, one of them tied."""
+    """A sharded table beside parameters of FSDP2, some with fewer rows than ranks, one of them tied."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -179,7 +179,9 @@ def goes_on_beside_fsdp(folder: Path) -> None:
     optimizers = [
         flatbed.optim.Adam([*model.items.parameters(), *model.one.parameters()], lr=0.1, max_norm=1.0),
         torch.optim.SGD(
-            [*model.two.parameters(), *model.left.parameters(), *model.right.parameters()], lr=0.1, momentum=0.9
+            [*model.two.parameters(), *model.left.parameters(), *model.right.parameters()],
+            lr=0.1,
+            momentum=0.9,
         ),
     ]
 
@@ -324,6 +326,20 @@ def a_rank_that_fails_to_save(folder: Path) -> None:
     assert flatbed.load_checkpoint(place / "run", model, optimizers) == {"step": 1}
 
 
+def a_rank_with_another_model(folder: Path) -> None:
+    """A pipeline stage, for example: the first rank would write its own alone."""
+    world, rank = world_and_rank()
+    place = meeting_place(folder)
+    for other in (nn.Sequential(nn.Identity(), nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 3))):
+        model = other if 0 < rank == world - 1 else nn.Sequential(nn.Linear(2, 2))
+        message = rf"weight' of rank {world - 1}.* not that of the first"
+        if world > 1:
+            with pytest.raises(flatbed.FlatbedError, match=message):
+                flatbed.save_checkpoint(place / "run", model)
+        dist.barrier()
+        assert not list((place / "run").glob("v*"))
+
+
 def a_rank_that_fails_to_load(folder: Path) -> None:
     world, rank = world_and_rank()
     place = meeting_place(folder)
@@ -443,7 +459,7 @@ SCENARIOS = [
     *(goes_on_with_other_ranks, goes_on_beside_fsdp, files_do_not_depend_on_ranks),
     *(goes_on_with_sharded_state, disk_tables_stay_in_their_files),
     *(a_rank_that_fails_to_save, a_rank_that_fails_to_load, a_rank_that_writes_other_bytes_or_elsewhere),
-    memory_stays_small,
+    *(a_rank_with_another_model, memory_stays_small),
 ]
 
 if __name__ == "__main__":

@@ -241,6 +241,7 @@ class Version:
         packer = Packer(tied=True)
         values = dense_state(self.training.model).items()
         self.manifest["model"] = {name: packer.pack(value, name) for name, value in values}
+        self._check_shared(packer.tensors)
         self._write_tensors("model.safetensors", packer)
         optimizers, self.manifest["n_optimizers"] = [], len(self.training.optimizers)
         for number, optimizer in enumerate(self.training.optimizers):
@@ -253,6 +254,19 @@ class Version:
             text = json.dumps(optimizers)
             write_text(self.path / OPTIMIZERS, text)
             self.manifest["files"][OPTIMIZERS] = zlib.crc32(text.encode())
+
+    def _check_shared(self, tensors: Mapping[str, Tensor]) -> None:
+        """Raise if this rank's model has tensors that the first rank, which writes for all, does not have."""
+        shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
+        self.lockstep.meet()
+        written = json.loads(self.lockstep.of_first(json.dumps(shapes if self.lockstep.first else {})))
+        for name, shape in shapes.items():
+            if written.get(name) != shape:
+                raise FlatbedError(
+                    f"'{name}' of rank {rank()} has shape {shape}, and is not that of the first rank, which "
+                    "saves what all ranks share: save models that differ, as pipeline stages do, with "
+                    "torch.distributed.checkpoint"
+                )
 
     def _write_tensors(self, name: str, packer: Packer) -> None:
         """Write a file on the first rank, to which the others send their parts of DTensors."""
