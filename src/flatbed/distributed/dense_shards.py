@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 # ---- DTensors: local tensors, state, sums over all shards
 
 
-LOCAL, SPEC = attrgetter("_local_tensor"), attrgetter("_spec")
+LOCAL = attrgetter("_local_tensor")
 
 
 def is_dtensor(tensor: object) -> bool:
@@ -105,7 +105,7 @@ class Sharding:
 
 def on_several_meshes(params: Iterable[Tensor]) -> bool:
     """Tell if parameters are sharded over more than one mesh."""
-    meshes = {id(spec.mesh): spec.mesh for spec in map(SPEC, filter(is_dtensor, params))}
+    meshes = {id(p._spec.mesh): p._spec.mesh for p in params if is_dtensor(p)}  # type: ignore[attr-defined]
     return len(set(meshes.values())) > 1
 
 
@@ -269,11 +269,10 @@ class ShardGroups:
         return gathered
 
     def _device(self, squares: Sequence[dict[int, Tensor]]) -> torch.device:
-        """The device of sums: that of a sharded class, or the first."""
+        """The device of sums: a GPU if there is one."""
         found = [values.device for held in squares for values in held.values()]
-        cuda = [device for device in found if device.type != "cpu"]
-        if cuda or found:
-            return (cuda or found)[0]
+        if found:
+            return next((device for device in found if device.type != "cpu"), found[0])
         backend = str(dist.get_backend())
         return torch.device("cpu" if "gloo" in backend or "fake" in backend else "cuda")
 
