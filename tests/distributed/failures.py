@@ -168,7 +168,7 @@ def checkpoint_without_one_rank(folder: Path) -> None:
         assert ("saving a checkpoint waits for rank 1: all ranks" in said.getvalue()) == has_waited
         store.set(f"without {late}", "")
     dist.barrier()
-    ranks.PATIENCE, ranks.TELL_AFTER = 30.0, 5.0
+    ranks.PATIENCE, ranks.TELL_AFTER = 300.0, 5.0
     store.set_timeout(timeout)
     flatbed.save_checkpoint(folder / "checkpoint", model)
 

@@ -214,7 +214,7 @@ class Meeting:
 # ---- the default process group
 
 
-PATIENCE = 30.0  # seconds that the first rank waits for others, which may evaluate longer than it did
+PATIENCE = 300.0  # seconds that the first rank waits for others, which may evaluate longer than it did
 TELL_AFTER = 5.0  # seconds until it tells that it waits
 
 
