@@ -8,7 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn, optim
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed import fake_pg
 
 import flatbed
 from tests.cases import build
@@ -37,6 +41,23 @@ def test_max_norm_is_clip_grad_norm(where: str, max_norm: float, size: float) ->
         norms.append(a.grad_norm)
     assert_models_equal(ours, theirs, where)
     assert len({float(norm) for norm in norms}) == 3  # a norm that was read does not change later
+
+
+def test_the_norm_of_shards_and_whole_parameters_on_one_rank(where: str) -> None:
+    """Shards have sums of squares of their own, whether these need other ranks or not."""
+    dist.init_process_group("fake", store=fake_pg.FakeStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh(where, (1,))
+        values = torch.zeros(2, device=where)
+        shard = DTensor.from_local(values[1:], mesh, [Shard(0)], run_check=False)
+        params = nn.Parameter(values[:1]), nn.Parameter(shard)
+        optimizer = flatbed.optim.SGD(params, lr=1.0, max_norm=1.0)
+        (params[0] * 3 + params[1].to_local() * 4).backward()
+        optimizer.step()
+        assert float(optimizer.grad_norm) == 5
+        torch.testing.assert_close(values.cpu(), torch.tensor([-0.6, -0.8]))
+    finally:
+        dist.destroy_process_group()
 
 
 def test_small_parameters_between_large_ones_are_clipped_together() -> None:

@@ -348,13 +348,13 @@ def update_all(optimizer: Optimizer, plan: Plan, table_steppers: list[TableStepp
     scale, found_inf = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
     has_scaling = scale is not None or found_inf is not None
     scaling = Scaling(scale, _found_by_any_rank(optimizer, plan, found_inf)) if has_scaling else None
-    squares: Tensor | None = None  # a single stepper has its own
+    squares: Tensor | None = None  # a single stepper of one class has its own
     if options.needs_norm:
         by_class = [stepper.squares(options) for stepper in steppers]
+        held = [values for of_stepper in by_class for values in of_stepper.values()]
         if plan.shard_groups.many:
             squares = plan.shard_groups.total(by_class)
-        elif table_steppers or len(steppers) > 1:
-            held = [values for of_stepper in by_class for values in of_stepper.values()]
+        elif table_steppers or len(held) > 1:
             squares = torch.cat([values.to(held[0].device) for values in held])
     if not steppers and squares is not None:  # only other ranks have gradients, and wait for the norm
         optimizer._stats.of("params", [squares.device])[squares.device][NORM] = squares.sum().sqrt()
