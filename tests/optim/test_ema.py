@@ -55,6 +55,22 @@ def test_averages_of_low_precision_are_kept_in_fp32(where: str) -> None:
     assert all(map(torch.equal, masters, (optimizer.state[p]["master_weight"] for p in model.parameters())))
 
 
+def test_a_state_dict_of_averages_keeps_the_masters(where: str) -> None:
+    """Even if it makes the state of a new parameter."""
+    found = []
+    for saves in (False, True):
+        model = build("mixed", where).bfloat16()
+        optimizer = flatbed.optim.Adagrad(model.parameters(), ema_decay=0.9, master_weights=True)
+        steps(model, optimizer, range(2))
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3, device=where).bfloat16())]})
+        with optimizer.ema_weights():
+            if saves:
+                optimizer.state_dict()
+        steps(model, optimizer, range(1))
+        found.append([optimizer.state[p]["master_weight"] for p in model.parameters()])
+    assert all(map(torch.equal, *found))
+
+
 def test_an_error_in_the_context_puts_the_weights_back(where: str) -> None:
     model = build("mixed", where)
     optimizer = flatbed.optim.Adam(model.parameters(), ema_decay=0.9)

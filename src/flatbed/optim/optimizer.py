@@ -197,7 +197,8 @@ class Optimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """State by torch's keys and in torch's format: `torch.optim` can load it."""
-        self._make_state_early(copies_weights=True)
+        # Averages in the model are no weights to start a master or an average at.
+        self._make_state_early(copies_weights=not self._averages_in_model)
         return build_state_dict(self, _torch_state_dict(self), with_tables=True)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
