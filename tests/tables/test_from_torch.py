@@ -202,6 +202,28 @@ def test_dense_parameters_with_tables(case: Torchs) -> None:
     assert_same(emb, expected, "cpu")
 
 
+class OtherOptions(optim.Optimizer):
+    """Has no lr, and names of torch's options with other meanings."""
+
+    def __init__(self, params: Any, betas: Any = (0.5, 0.25, 0.25), *, nesterov: bool = True) -> None:
+        super().__init__(params, {"betas": betas, "nesterov": nesterov, "alpha": -1.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.add_(p.grad * sum(group["betas"]), alpha=group["alpha"])
+
+
+def test_a_class_checks_its_own_options() -> None:
+    emb = flatbed.Embedding(5, 4)
+    optimizer = from_torch(OtherOptions, [emb.table])
+    expected = emb.read_rows([1]) - 1
+    emb(torch.tensor([1])).sum().backward()
+    optimizer.step()
+    assert torch.equal(emb.read_rows([1]), expected)
+
+
 # ---- refusals
 
 

@@ -188,7 +188,7 @@ class Update:
     def __call__(self, parts: Iterable[Tensors], scalars: Scalars) -> Scalars:
         """Update parameters and state in place by unscaled, clipped gradients; return the next scalars."""
         function = self.rule.fused if self.fused and self.rule.fused else self.rule.reference
-        lr = self.group["lr"]
+        lr = self.group.get("lr")
         # Torch treats a learning rate of shape (1,) as a number.
         group = {**self.group, "lr": lr.squeeze()} if isinstance(lr, Tensor) and lr.dim() else self.group
         after = scalars

@@ -49,7 +49,7 @@ class Optimizer(torch.optim.Optimizer):
         checks.check_known(type(self), extras)
         not_options = ("self", "params", "extras", "__class__")
         defaults = {name: value for name, value in options.items() if name not in not_options}
-        checks.check_group(defaults)
+        checks.check_group(self._rule, defaults)
         self._norm_group = extras.pop("norm_group", None)
         self._state_sharding = None
         ranks = extras.pop("shard_state", None)
@@ -155,7 +155,7 @@ class Optimizer(torch.optim.Optimizer):
             self._peers.agree_in(self._norm_group, {name: getattr(self._options, name) for name in OF_NORM})
 
     def _check_group(self, group: dict[str, Any], number: int) -> None:
-        checks.check_group(group)
+        checks.check_group(self._rule, group)
         checks.check_no_extras(self._options, group)
         for name, param, _ in named_params([group], number):
             if isinstance(param, Table):

@@ -17,7 +17,7 @@ from flatbed.distributed.peers import Described
 from flatbed.distributed.ranks import world_size
 from flatbed.errors import FlatbedError
 from flatbed.kernels.step import StepOptions
-from flatbed.rule import Group
+from flatbed.rule import Group, Rule
 from flatbed.tables.parameter import WeightView
 from flatbed.tables.table import Table
 
@@ -103,8 +103,13 @@ LIMITS: dict[str, tuple[Callable[[float], bool], str]] = {
 }  # fmt: skip
 
 
-def check_group(group: Mapping[str, Any]) -> None:
-    """Raise for hyperparameters outside the ranges that torch allows, and for unsupported ones."""
+def check_group(rule: Rule, group: Mapping[str, Any]) -> None:
+    """Raise for hyperparameters outside the ranges that torch allows, and for unsupported ones.
+
+    The classes of `from_torch` check their own, which may have the names of others.
+    """
+    if not rule.hyperparameters:
+        return
     for name, (is_good, range_) in LIMITS.items():
         given = group.get(name, ())
         values = given if isinstance(given, (tuple, list)) else (given,)

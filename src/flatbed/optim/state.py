@@ -344,7 +344,7 @@ def _loaded_groups(optimizer: Optimizer, state_dict: StateDict) -> Groups:
         new.update(optimizer._fixed, params=group["params"])
         if "param_names" in group:
             new.setdefault("param_names", group["param_names"])
-        check_group(new)
+        check_group(optimizer._rule, new)
     return saved
 
 
