@@ -127,7 +127,7 @@ class Stepper(Protocol):
     def captured(self) -> bool:
         """Tell if CUDA graphs hold launches of this stepper."""
 
-    def squares(self, options: StepOptions) -> dict[int, Tensor]:
+    def squares(self) -> dict[int, Tensor]:
         """A vector for each norm class, whose sum is the squared norm of its gradients, still scaled."""
 
     def update(self, options: StepOptions, scaling: Scaling | None, squares: Tensor | None) -> None:
@@ -340,7 +340,7 @@ class TorchStepper:
             ]
         self._grads = grads
 
-    def squares(self, options: StepOptions) -> dict[int, Tensor]:
+    def squares(self) -> dict[int, Tensor]:
         measured = self._grads if self.whole_grads is None else self.whole_grads
         found = {}
         for norm_class in self._norm_classes:

@@ -350,7 +350,7 @@ def update_all(optimizer: Optimizer, plan: Plan, table_steppers: list[TableStepp
     scaling = Scaling(scale, _found_by_any_rank(optimizer, plan, found_inf)) if has_scaling else None
     squares: Tensor | None = None  # a single stepper of one class has its own
     if options.needs_norm:
-        by_class = [stepper.squares(options) for stepper in steppers]
+        by_class = [stepper.squares() for stepper in steppers]
         held = [values for of_stepper in by_class for values in of_stepper.values()]
         if plan.shard_groups.many:
             squares = plan.shard_groups.total(by_class)

@@ -71,7 +71,7 @@ class TableStepper:
     def captured(self) -> bool:
         return self._kernels is not None and self._kernels.coefficients.captured
 
-    def squares(self, options: StepOptions) -> dict[int, Tensor]:
+    def squares(self) -> dict[int, Tensor]:
         """Return a vector whose sum is the squared norm, the same on ranks of sharded tables."""
         whole: list[Tensor] = []
         sharded: dict[Channel, list[Tensor]] = {}

@@ -400,7 +400,7 @@ class TritonStepper:
             addresses[i] = 0 if grads[i] is None else self._table.data_ptr()
         self._coefficients.begin_step(addresses)
 
-    def squares(self, options: StepOptions) -> dict[int, Tensor]:
+    def squares(self) -> dict[int, Tensor]:
         if self.whole_grads is not None:
             return squares_of(self.slots, self.whole_grads)
         launches = self._squares
