@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,12 @@ def state_is_a_part(_: Path) -> None:
     assert len(held.to_local()) in (rows, 37 - rows * dist.get_rank())
     assert held.to_local().untyped_storage().nbytes() == held.to_local().nbytes
     assert optimizer.state[model.scale]["exp_avg"].dim() == 0
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    grads = [weakref.ref(p.grad) for p in model.parameters()]
+    optimizer.step()
+    optimizer.zero_grad()
+    assert not any(grad() is not None for grad in grads), "gradients outlive zero_grad()"
 
 
 def checkpoints(folder: Path) -> None:

@@ -369,7 +369,7 @@ class TorchStepper:
                 self._update_bucket(bucket, update, options)
             if options.ema_decay is not None:
                 self._average(options.ema_decay)
-        self._grads = []
+        self._grads, self.whole_grads = [], None  # `zero_grad` frees them
 
     def _update_bucket(self, bucket: Bucket, update: Update, options: StepOptions) -> None:
         present = [column for column, i in enumerate(bucket.slots) if self._grads[i] is not None]

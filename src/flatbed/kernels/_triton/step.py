@@ -421,7 +421,7 @@ class TritonStepper:
             launch()
         for i, copy in self._copies.items():
             self.slots[i].param.copy_(copy)
-        self._ordered = []
+        self._ordered, self.whole_grads = [], None
 
     # A captured step has tables of its own, so that its launches are not kept.
 
