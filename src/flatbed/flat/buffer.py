@@ -11,7 +11,7 @@ import copy
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from operator import is_, itemgetter
+from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,9 +42,9 @@ def view(buffer: torch.Tensor, segment: Segment) -> torch.Tensor:
 class Buffer:
     """The values and gradients of its originals, one segment each.
 
-    `number` is its place among the buffers, `group` the source's param group, and `positions` are those of
-    the originals among all flattened parameters. `flat` is the flat parameter. It holds its FlatParams, so
-    a strong reference would be a cycle and keep a dropped model's memory.
+    `number` is its place among the buffers, and `group` the source's param group. `flat` is the flat
+    parameter. It holds its FlatParams, so a strong reference would be a cycle and keep a dropped model's
+    memory.
     """
 
     def __init__(
@@ -52,7 +52,6 @@ class Buffer:
     ) -> None:
         self.number = number
         self.group: int = layout.key[0]  # type: ignore[index]
-        self.positions = layout.members
         self.segments = segments
         self.originals = originals
         self.flat: Callable[[], FlatParameter | None] = lambda: None
@@ -218,11 +217,11 @@ class Buffer:
 
 
 @torch.no_grad()
-def clip(buffers: Sequence[Buffer], max_norm: float, norm_type: float) -> torch.Tensor:
+def clip(owner: FlatParams, buffers: Sequence[Buffer], max_norm: float, norm_type: float) -> torch.Tensor:
     """Scale all gradients by the factor that torch would use, and return their norm; gather first."""
     if not max_norm >= 0:  # it would reverse the gradients
         raise ValueError(f"max_norm must not be negative; found {max_norm}")
-    total = total_norm(buffers, norm_type)
+    total = total_norm(owner, buffers, norm_type)
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     for buffer in buffers:
         assert buffer.grad is not None
@@ -230,8 +229,8 @@ def clip(buffers: Sequence[Buffer], max_norm: float, norm_type: float) -> torch.
     return total
 
 
-def total_norm(buffers: Sequence[Buffer], norm_type: float) -> torch.Tensor:
-    """The norm over all gradients; gather first.
+def total_norm(owner: FlatParams, buffers: Sequence[Buffer], norm_type: float) -> torch.Tensor:
+    """The norm over all gradients, which are in these buffers; gather first.
 
     On the CPU it is bitwise equal to torch's norm over the parameters in the order of the source. On other
     devices it is one reduction per buffer.
@@ -242,8 +241,7 @@ def total_norm(buffers: Sequence[Buffer], norm_type: float) -> torch.Tensor:
             torch.linalg.vector_norm(b.grad, norm_type).to(device) for b in buffers if b.grad is not None
         ]
         return whole[0] if len(whole) == 1 else torch.linalg.vector_norm(torch.stack(whole), norm_type)
-    pairs = [pair for b in buffers for pair in zip(b.positions, b.originals, strict=True)]
-    grads = [p.grad for _, p in sorted(pairs, key=itemgetter(0)) if p.grad is not None]
+    grads = [p.grad for p in owner.originals() if p.grad is not None]
     if norm_type == float("inf"):  # an empty tensor has no largest element
         grads = [grad for grad in grads if grad.numel()]
     return nn.utils.get_total_norm(grads, norm_type)

@@ -65,7 +65,7 @@ class Step:
                 _report_no_grads(owner)
             if owner._pending_clip is not None:
                 gathered = [buffer for buffer in owner._buffers if buffer in self.buffers]
-                owner._total_norm = clip(gathered, *owner._pending_clip)
+                owner._total_norm = clip(owner, gathered, *owner._pending_clip)
                 owner._pending_clip = None
         self.set_in_step(True)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from operator import itemgetter
 from typing import Any, Literal
 
 import torch
@@ -88,6 +87,7 @@ class FlatParams:
             Spec(e.name, tuple(p.shape), p.stride(), p.element_size(), (e.group, p.device, p.dtype))
             for e, p in ((entry, entry.parameter) for entry in self._entries)
         )
+        self._segments = tuple(layout.segments)
         self._buffers: list[Buffer] = []
         for number, held in enumerate(layout.buffers):
             segments = [layout.segments[i] for i in held.members]
@@ -123,8 +123,7 @@ class FlatParams:
     @property
     def segments(self) -> tuple[Segment, ...]:
         """Name, shape, strides, offset and buffer of every flattened parameter, in the source's order."""
-        pairs = [pair for b in self._buffers for pair in zip(b.positions, b.segments, strict=True)]
-        return tuple(segment for _, segment in sorted(pairs, key=itemgetter(0)))
+        return self._segments
 
     @property
     def buffers(self) -> list[torch.Tensor]:
@@ -140,7 +139,7 @@ class FlatParams:
 
     def grad_norm(self, norm_type: float = 2.0) -> torch.Tensor:
         """The norm of all gradients, a tensor on their device; parameters are summed in torch's order."""
-        return total_norm(self._gathered(), float(norm_type))
+        return total_norm(self, self._gathered(), float(norm_type))
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
@@ -151,13 +150,13 @@ class FlatParams:
         """
         gathered = self._gathered()
         if error_if_nonfinite:
-            total = total_norm(gathered, float(norm_type))
+            total = total_norm(self, gathered, float(norm_type))
             if not torch.isfinite(total):
                 raise FlatbedError(
                     f"the total norm of the gradients is {total.item()}; parameters with inf or NaN: "
                     f"{', '.join(self.nonfinite()) or 'none, their norm overflows'}"
                 )
-        return clip(gathered, max_norm, float(norm_type))
+        return clip(self, gathered, max_norm, float(norm_type))
 
     def step(
         self, optimizer: torch.optim.Optimizer, *, max_norm: float | None = None, norm_type: float = 2.0
