@@ -24,7 +24,7 @@ from flatbed.cuda.streams import is_capturing
 from flatbed.errors import FlatbedError
 from flatbed.flat import model_params
 from flatbed.flat.buffer import Buffer, FlatParameter, clip, view
-from flatbed.optim.from_torch import refuse_shape_readers
+from flatbed.flat.trials import refuse_shape_readers
 from flatbed.optim.optimizer import Optimizer
 
 if TYPE_CHECKING:

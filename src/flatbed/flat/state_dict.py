@@ -9,8 +9,8 @@ import torch
 
 from flatbed.errors import FlatbedError
 from flatbed.flat.buffer import FlatParameter
+from flatbed.flat.trials import element_state, twin
 from flatbed.layout import Segment
-from flatbed.optim.from_torch import element_state, twin
 from flatbed.optim.state import own_storage
 
 if TYPE_CHECKING:
