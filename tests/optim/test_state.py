@@ -239,6 +239,17 @@ def test_a_state_dict_that_does_not_fit_changes_nothing(where: str) -> None:
     steps(model, optimizer, range(2, 3))  # training continues
 
 
+def test_groups_that_share_a_learning_rate_do_so_after_loading() -> None:
+    params = [nn.Parameter(torch.ones(1)) for _ in range(2)]
+    rates = []
+    for kind in (flatbed.optim.Adam, torch.optim.Adam):
+        optimizer: Any = kind([{"params": [p]} for p in params], lr=torch.tensor(0.1))
+        optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.param_groups[0]["lr"].fill_(0.2)
+        rates.append([float(group["lr"]) for group in optimizer.param_groups])
+    assert rates[0] == rates[1]
+
+
 def test_hooks_of_state_dicts() -> None:
     model = build("mixed")
     optimizer = flatbed.optim.Adam(model.parameters())

@@ -333,7 +333,8 @@ def load_state_dict(optimizer: Optimizer, state_dict: StateDict, *, with_tables:
 
 def _loaded_groups(optimizer: Optimizer, state_dict: StateDict) -> Groups:
     """The groups of a state dict with the optimizer's own parameters; defaults for what it lacks."""
-    saved = [{**optimizer.defaults, **copy.deepcopy(group)} for group in state_dict["param_groups"]]
+    copied = copy.deepcopy(state_dict["param_groups"])  # together: groups may share a learning rate
+    saved = [{**optimizer.defaults, **group} for group in copied]
     ours, theirs = ([len(group["params"]) for group in side] for side in (optimizer.param_groups, saved))
     if ours != theirs:
         raise ValueError(
