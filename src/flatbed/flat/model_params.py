@@ -115,7 +115,7 @@ def _refuse_unfit(entries: list[SourceParam]) -> None:
             raise ValueError(f"the name '{name}' is given twice: use names that tell parameters apart")
         names.add(name)
         is_plain = type(p.data) is torch.Tensor and not p.is_meta and p.layout == torch.strided
-        if is_plain and p.numel() and is_dense(tuple(p.shape), p.stride()):
+        if is_plain and p.numel() and is_dense(p.shape, p.stride()):
             spans.append((str(p.device), p.data_ptr(), p.data_ptr() + p.nbytes, name, p.requires_grad))
     for (device, _, stop, name, trained), after in pairwise(sorted(spans)):
         if device == after[0] and after[1] < stop and (trained or after[4]):
@@ -145,7 +145,7 @@ def unfit(p: torch.Tensor) -> str | None:
     for reason, applies in reasons.items():
         if applies:
             return reason
-    overlaps = overlaps_itself(tuple(p.shape), p.stride())
+    overlaps = overlaps_itself(p.shape, p.stride())
     return f"overlaps itself (stride {p.stride()}); make it contiguous first" if overlaps else None
 
 

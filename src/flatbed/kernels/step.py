@@ -59,12 +59,12 @@ class ParamSlot:
 
 def stride_of(param: Tensor) -> tuple[int, ...]:
     """The parameter's stride; if it has holes, the dense stride nearest to it."""
-    return dense_stride(tuple(param.shape), param.stride())
+    return dense_stride(param.shape, param.stride())
 
 
-def is_whole(param: Tensor) -> bool:
-    """Tell if a parameter has no holes."""
-    return is_dense(tuple(param.shape), param.stride())
+def has_holes(param: Tensor) -> bool:
+    """Tell if a parameter's elements do not fill the memory from the first to the last."""
+    return not is_dense(param.shape, param.stride())
 
 
 def in_order(param: Tensor, grad: Tensor) -> Tensor:
@@ -315,7 +315,7 @@ class TorchStepper:
         for i, slot in enumerate(self.slots):
             dtypes = slot.param.dtype, slot.grad_dtype, slot.state_dtype
             wide = len(set(dtypes)) > 1 or slot.master is not None
-            is_dense_cpu = self.device.type == "cpu" and (wide or is_whole(slot.param))
+            is_dense_cpu = self.device.type == "cpu" and (wide or not has_holes(slot.param))
             fused = self.rule.fused is not None and is_dense_cpu
             kinds.setdefault((slot.group, wide, fused, *dtypes, tuple(slot.state)), []).append(i)
         buckets = []
@@ -455,7 +455,7 @@ class TorchStepper:
 def _split(tensors: Tensors) -> Iterator[Tensors]:
     """Split a large parameter, so that temporaries of its update stay in the CPU's caches."""
     param, grad = tensors.params[0], tensors.grads[0]
-    if param.nbytes <= CHUNK_BYTES or len(tensors.params) > 1 or not is_whole(param):
+    if param.nbytes <= CHUNK_BYTES or len(tensors.params) > 1 or has_holes(param):
         yield tensors
         return
     # Parts of equal size. Whole vectors, so that an element's bits do not depend on where the parts end.

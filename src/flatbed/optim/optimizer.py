@@ -386,8 +386,7 @@ class Optimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _rebuild(self, **how: Any) -> Plan:
-        if self._owns_tables:
-            self._tables.sync(self)
+        self._tables.sync(self)
         plan = build_plan(self, **how)
         self._drop_plan()
         self._plan = plan

@@ -65,7 +65,7 @@ class SlotBuilder:
     def complete(self, slot: ParamSlot, group: Group, held: dict[str, Any]) -> None:
         """Give a slot its state, from its parameter's present entry of `optimizer.state`."""
         name, param, rule, options = slot.name, slot.param, self.optimizer._rule, self.optimizer._options
-        if overlaps_itself(tuple(param.shape), param.stride()):
+        if overlaps_itself(param.shape, param.stride()):
             raise FlatbedError(f"parameter {name} is expanded: several of its elements share memory")
         if options.stochastic_rounding and param.dtype == torch.float16:
             raise FlatbedError(

@@ -40,8 +40,8 @@ from flatbed.kernels.step import (
     ParamSlot,
     Scaling,
     StepOptions,
+    has_holes,
     in_order,
-    is_whole,
     squares_of,
     stride_of,
 )
@@ -325,7 +325,7 @@ class TritonStepper:
         self.slots = slots
         self.device = slots[0].param.device
         # A parameter with holes is updated in a dense copy.
-        self._copies = {i: _dense(slot.param) for i, slot in enumerate(slots) if not is_whole(slot.param)}
+        self._copies = {i: _dense(slot.param) for i, slot in enumerate(slots) if has_holes(slot.param)}
         self._empty = [i for i, slot in enumerate(slots) if slot.param.numel() == 0]
         self._table, self._groups, self._partials = self._build()
         blocks = [group.blocks for group in self._groups]
