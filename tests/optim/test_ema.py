@@ -85,6 +85,18 @@ def test_an_error_in_the_context_puts_the_weights_back(where: str) -> None:
     assert all(map(torch.equal, before, model.parameters()))
 
 
+def test_masters_are_not_refreshed_from_averages(where: str) -> None:
+    model = build("mixed", where).bfloat16()
+    optimizer = flatbed.optim.Adam(model.parameters(), ema_decay=0.9, master_weights=True)
+    steps(model, optimizer, range(2))
+    with optimizer.ema_weights():
+        for call in (optimizer.refresh_masters, optimizer.step):
+            with pytest.raises(flatbed.FlatbedError, match=r"averaged weights .* outside of it"):
+                call()
+    optimizer.refresh_masters()
+    assert all(torch.equal(p, optimizer.state[p]["master_weight"].bfloat16()) for p in model.parameters())
+
+
 def test_checkpoints_with_the_optimizer_hold_trained_weights(tmp_path: Path) -> None:
     model = build("mixed", "cpu")
     optimizer = flatbed.optim.Adam(model.parameters(), lr=0.05, ema_decay=0.8)

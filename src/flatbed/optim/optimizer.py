@@ -331,9 +331,17 @@ class Optimizer(torch.optim.Optimizer):
         Steps do so themselves. Only writes that autograd does not see (`p.data.copy_(…)`) and writes before
         the capture or between the replays of a CUDA graph need this call.
         """
+        self._check_no_averages("refresh master weights")
         plan = self._current_plan()
         plan.masters.sync(plan.masters.slots)
         plan.masters.record_versions()
+
+    def _check_no_averages(self, doing: str) -> None:
+        """Raise inside `ema_weights()`, where the model does not hold the trained weights."""
+        if self._averages_in_model:
+            raise FlatbedError(
+                f"the model holds averaged weights (`with ema_weights()`): {doing} outside of it"
+            )
 
     # ---- a step
 
@@ -345,10 +353,7 @@ class Optimizer(torch.optim.Optimizer):
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
-            if self._averages_in_model:
-                raise FlatbedError(
-                    "the model holds averaged weights (`with ema_weights()`): step outside of it"
-                )
+            self._check_no_averages("step")
             check_values_exist("a step")
             with torch.no_grad():
                 plan = self._current_plan()
