@@ -218,14 +218,16 @@ class CapturedStep:
         """Run a step as it is; not in the default stream, on which nothing can be captured."""
         current, side = torch.cuda.current_stream(self._device), stream_for(self._device, "captures")
         side.wait_stream(current)
-        with (
-            torch.cuda.stream(side),
-            lookups_in_capture(self._inputs, leaves) as context,
-            stepping_optimizers() as self._optimizers,
-        ):
-            result = self._train_step(tree_unflatten(self._inputs, self._structure))
+        try:
+            with (
+                torch.cuda.stream(side),
+                lookups_in_capture(self._inputs, leaves) as context,
+                stepping_optimizers() as self._optimizers,
+            ):
+                result = self._train_step(tree_unflatten(self._inputs, self._structure))
+        finally:  # after an error, too: a part of the step has been issued
+            current.wait_stream(side)
         self._noted, self._caches = context.noted, _caches(context.noted)
-        current.wait_stream(side)
         return tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), result)
 
     def _capture(self, leaves: list[Tensor]) -> StepGraph:

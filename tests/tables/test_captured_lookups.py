@@ -23,7 +23,7 @@ from flatbed.tables.lookup import (
     not_prefetched,
     prepare_lookup,
 )
-from tests.recorded_graphs import graph_device
+from tests.recorded_graphs import NoStream, graph_device, record_graphs
 
 ROWS, DIM, N_IDS, DEPTH = 1000, 8, 64, 2
 __all__ = ["graph_device"]
@@ -176,6 +176,22 @@ def test_another_cache_is_captured_again(graph_device: str) -> None:
         losses.append(float(step(ids)))
     assert was_prefetched(step, model)
     check(model, losses, batches, graph_device)
+
+
+def test_an_error_in_a_warm_up_leaves_streams_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise what is issued next would run beside a part of the step."""
+    record_graphs(monkeypatch)
+    waits: list[Any] = []
+    monkeypatch.setattr(NoStream, "wait_stream", lambda stream, other: waits.append((stream, other)))
+
+    def fail(batch: Tensor) -> None:
+        raise KeyboardInterrupt
+
+    step = flatbed.capture(fail, torch.zeros(2))
+    with pytest.raises(KeyboardInterrupt):
+        step(torch.zeros(2))
+    (side, current), last = waits
+    assert last == (current, side)
 
 
 class ChangesIds(Model):
