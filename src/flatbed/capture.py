@@ -177,7 +177,8 @@ class CapturedStep:
                 "hyperparameters of an optimizer have changed: the training step is captured again. Give a "
                 "learning rate that a scheduler changes as a tensor on the GPU",
             )
-            graph = None
+            self._graph, self._n_calls = None, WARM_UP  # optimizers need a step before each capture
+            return self._run_in_side_stream(leaves)
         if graph is None and self._caches == _caches(self._noted):
             graph = self._graph = self._capture(leaves)
         if graph is None or not load_captured(graph.lookups, leaves):

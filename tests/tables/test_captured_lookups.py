@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -176,6 +177,29 @@ def test_another_cache_is_captured_again(graph_device: str) -> None:
         losses.append(float(step(ids)))
     assert was_prefetched(step, model)
     check(model, losses, batches, graph_device)
+
+
+@pytest.mark.filterwarnings("ignore:hyperparameters of an optimizer have changed")
+def test_each_capture_follows_a_step(graph_device: str) -> None:
+    """Optimizers have memory for few captures between two steps; a scheduler may change the rate often."""
+    batches, model, runs = drawn(24), Model(graph_device), []
+
+    def train(ids: Tensor) -> Tensor:
+        runs.append(lookup.is_capturing(ids.device))
+        return model.step(ids)
+
+    step, losses = flatbed.capture(train, batches[0].to(graph_device)), []
+    expected_model, expected_losses = Model(graph_device), []
+    for n, ids in enumerate(batches):
+        for one in (model, expected_model) if n % 2 == 0 else ():
+            one.optimizer.param_groups[0]["lr"] *= 0.9
+        losses.append(float(step(ids.to(graph_device))))
+        expected_losses.append(float(expected_model.step(ids.to(graph_device))))
+    assert losses == expected_losses
+    assert sum(runs) > 8
+    assert not any(one and other for one, other in pairwise(runs))
+    for found, one in zip(model.everything(), expected_model.everything(), strict=True):
+        assert torch.equal(found, one)
 
 
 def test_an_error_in_a_warm_up_leaves_streams_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
