@@ -24,8 +24,8 @@ from torch.utils._pytree import (
 
 from flatbed.cuda.streams import stream_for
 from flatbed.data.batches import as_tensor
+from flatbed.distributed.dense_shards import local_of
 from flatbed.errors import FlatbedError
-from flatbed.tables.cache.base import Cache
 from flatbed.tables.config import device_of
 from flatbed.tables.ids import NO_ERROR, DeferredIdChecks
 from flatbed.tables.lookup import (
@@ -58,11 +58,13 @@ def capture(
     later calls copy the batch into the graph's inputs and replay it. The tensors that a call returns are its
     own: later calls do not change them. A batch of another shape runs `train_step` itself, and a change of
     hyperparameters (a scheduler that sets a float) captures again: both warn once. A learning rate that is a
-    tensor on the GPU, `lr=torch.tensor(1e-3, device="cuda")`, may change without that. Ids out of range raise
-    IndexError in the next call at the latest. The GPU reads a batch in pinned memory after the call has
-    returned: do not write to it again. Rows of batches of a `Prefetcher` are prefetched for captured steps,
-    too, if all lookups in tables with a cache are of ids of the batch as they are; otherwise a warning names
-    a table. On a CPU there is no graph: every call checks the batch in the same way and runs `train_step`.
+    tensor on the GPU, `lr=torch.tensor(1e-3, device="cuda")`, may change without that. After a change that
+    replaces memory or freezes parameters, and after a backward pass outside, three calls run as they are
+    before the next capture. Ids out of range raise IndexError in the next call at the latest. The GPU reads a
+    batch in pinned memory after the call has returned: do not write to it again. Rows of batches of a
+    `Prefetcher` are prefetched for captured steps, too, if all lookups in tables with a cache are of ids of
+    the batch as they are; otherwise a warning names a table. On a CPU there is no graph: every call checks
+    the batch in the same way and runs `train_step`.
 
     >>> import flatbed, torch
     >>> emb = flatbed.Embedding(1000, 8)
@@ -120,10 +122,10 @@ class CapturedStep:
         self._n_calls = 0
         self._noted: list[tuple[Table, int | None]] = []
         """Lookups of the last warm-up. If one is not of a prefetched leaf, the graph admits all rows."""
-        self._caches: list[weakref.ref[Cache] | None] = []
-        """Those of the tables then."""
         self._optimizers: list[torch.optim.Optimizer] = []
         """Those whose steps ran in the last warm-up."""
+        self._built_from: list[Any] = []
+        """Memory of both at the start of the last warm-up, and what was trained."""
         self._graph: StepGraph | None = None
         self._warned: set[str] = set()
 
@@ -168,9 +170,12 @@ class CapturedStep:
         for static, leaf in zip(self._inputs, leaves, strict=True):
             static.copy_(leaf, non_blocking=True)
         self._n_calls += 1
+        built_from = _built_from(self._noted, self._optimizers)
         if self._n_calls <= WARM_UP:
+            self._built_from = built_from
             return self._run_in_side_stream(leaves)
-        graph = self._graph
+        is_current = self._built_from == built_from
+        graph = self._graph if is_current else None
         if graph is not None and graph.hyperparameters != _hyperparameters(graph.optimizers):
             self._warn_once(
                 "hyperparameters",
@@ -179,11 +184,11 @@ class CapturedStep:
             )
             self._graph, self._n_calls = None, WARM_UP  # optimizers need a step before each capture
             return self._run_in_side_stream(leaves)
-        if graph is None and self._caches == _caches(self._noted):
+        if graph is None and is_current:
             graph = self._graph = self._capture(leaves)
         if graph is None or not load_captured(graph.lookups, leaves):
             del graph  # and its memory
-            self._graph, self._n_calls = None, 1  # a table has another cache: the first call of a new warm-up
+            self._graph, self._n_calls = None, 1  # the first call of a new warm-up
             return self._run_in_side_stream(leaves)
         graph.graph.replay()
         result = tree_map_only(Tensor, Tensor.clone, graph.outputs)
@@ -228,7 +233,7 @@ class CapturedStep:
                 result = self._train_step(tree_unflatten(self._inputs, self._structure))
         finally:  # after an error, too: a part of the step has been issued
             current.wait_stream(side)
-        self._noted, self._caches = context.noted, _caches(context.noted)
+        self._noted = context.noted
         return tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), result)
 
     def _capture(self, leaves: list[Tensor]) -> StepGraph:
@@ -324,9 +329,39 @@ def kept_grads(optimizers: list[torch.optim.Optimizer]) -> Iterator[None]:
         raise
 
 
-def _caches(noted: list[tuple[Table, int | None]]) -> list[weakref.ref[Cache] | None]:
-    found = [table._store.cache for table, _ in noted]
-    return [None if cache is None else weakref.ref(cache) for cache in found]
+_GRAD: Any = Tensor.grad
+"""The descriptor itself: tables and flat parameters have properties, which compute."""
+
+
+class _Same:
+    """Equal to another one of the same object."""
+
+    def __init__(self, value: object) -> None:
+        self._value = value  # kept, so that no other object gets its id
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other._value is self._value
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _built_from(noted: list[tuple[Table, int | None]], optimizers: list[torch.optim.Optimizer]) -> list[Any]:
+    """Return what a graph cannot follow: memory that is replaced, parameters that are frozen or added, and
+    gradients from outside of the step.
+
+    An optimizer that loads a state dict has another `state` then.
+    """
+    found: list[Any] = []
+    for table, _ in noted:
+        store, cache = table._store, table._store.cache
+        found += [store.version, store.device, table._needs_grad, not table._grads.parts]
+        found.append(None if cache is None else weakref.ref(cache))
+    for optimizer in optimizers:
+        found += [_Same(optimizer.state), len(optimizer.state)]
+    with torch._C.DisableTorchFunctionSubclass():
+        for p in params_of(optimizers):
+            found += [p.requires_grad, local_of(p).data_ptr(), _GRAD.__get__(p) is None]
+    return found
 
 
 def params_of(optimizers: list[torch.optim.Optimizer]) -> list[Tensor]:
@@ -358,7 +393,7 @@ def _hyperparameters(optimizers: list[torch.optim.Optimizer]) -> list[Any]:
         for group in optimizer.param_groups:
             for name, value in group.items():
                 if isinstance(value, Tensor):
-                    found.append(id(value) if value.is_cuda else value.item())
+                    found.append(_Same(value) if value.is_cuda else value.item())
                 elif name not in ("params", "param_names"):
                     found.append(value)
     return found

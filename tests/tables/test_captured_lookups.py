@@ -179,6 +179,70 @@ def test_another_cache_is_captured_again(graph_device: str) -> None:
     check(model, losses, batches, graph_device)
 
 
+CHANGES: dict[str, Callable[[Model], object]] = {
+    "frozen": lambda model: model.items.requires_grad_(False),
+    "resized": lambda model: model.items.table.resize(ROWS + 5),
+    "another optimizer": lambda model: setattr(
+        model, "optimizer", flatbed.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    ),
+}
+
+
+@with_another_cache
+@pytest.mark.filterwarnings("ignore:the training step looks up rows")
+@pytest.mark.parametrize("options", [{"storage": "device"}, {"cache_rows": 0}, {}], ids=str)
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_a_graph_cannot_follow_is_captured_again(
+    name: str, options: dict[str, Any], graph_device: str
+) -> None:
+    """Replays would use memory that was freed, or train a table that is frozen."""
+    batches, results = drawn(14), []
+    for captured in (False, True):
+        model = Model(graph_device, **({"cache_rows": None} if "storage" in options else {}), **options)
+        step: Any = flatbed.capture(lambda ids, model=model: model.step(ids)) if captured else model.step
+        loader: Any = prefetched(model, batches) if captured else [ids.to(graph_device) for ids in batches]
+        losses = []
+        for n, ids in enumerate(loader):
+            if n == 8:
+                graph = step._graph if captured else None
+                CHANGES[name](model)
+            losses.append(float(step(ids)))
+        assert not captured or graph is not step._graph is not None
+        results.append([torch.tensor(losses), *model.everything()])
+    for found, one in zip(*results, strict=True):
+        assert torch.equal(found, one)
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["zero_grad first", "zero_grad last"])
+def test_gradients_from_outside_of_a_captured_step(is_first: bool, graph_device: str) -> None:
+    """The step uses them, unless it begins with `zero_grad`."""
+    batches, results = drawn(14), []
+    for captured in (False, True):
+        model = Model(graph_device)
+
+        def train(ids: Tensor, model: Model = model) -> Tensor:
+            if is_first:
+                model.optimizer.zero_grad()
+            loss = model.items(ids).square().mean()
+            loss.backward()
+            model.optimizer.step()
+            if not is_first:
+                model.optimizer.zero_grad()
+            return loss.detach()
+
+        step: Any = flatbed.capture(train) if captured else train
+        losses = []
+        for n, ids in enumerate(batches):
+            if n == 6:
+                assert not captured or step._graph is not None
+                model.items(ids.to(graph_device)).sum().backward()
+            losses.append(float(step(ids.to(graph_device))))
+        assert not captured or step._graph is not None
+        results.append([torch.tensor(losses), *model.everything()])
+    for found, one in zip(*results, strict=True):
+        assert torch.equal(found, one)
+
+
 @pytest.mark.filterwarnings("ignore:hyperparameters of an optimizer have changed")
 def test_each_capture_follows_a_step(graph_device: str) -> None:
     """Optimizers have memory for few captures between two steps; a scheduler may change the rate often."""

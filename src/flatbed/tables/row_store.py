@@ -535,7 +535,7 @@ class RowStore:
         if cache.in_graphs and not closing:
             warnings.warn(
                 "a table that CUDA graphs were captured with has other memory or another cache now: capture "
-                "them again, since they use the memory from before",
+                "them again, since they use the memory from before (flatbed.capture does so by itself)",
                 stacklevel=3,
             )
 
