@@ -241,6 +241,20 @@ def test_grad_scaler(where: str, max_norm: float | None, unscale_first: bool, fu
     assert int(a.skipped_steps) == (2 if fused else 0)
 
 
+def test_gradients_stay_scaled_after_an_overflow(where: str) -> None:
+    """As after torch's fused steps."""
+    outcomes = []
+    for make in (flatbed.optim.Adam, optim.Adam):
+        model = build("mixed", where)
+        optimizer = make(model.parameters(), fused=True)
+        give_grads(model)
+        optimizer.grad_scale = torch.tensor(4.0, device=where)
+        optimizer.found_inf = torch.ones((), device=where)
+        optimizer.step()
+        outcomes.append([p.grad for p in model.parameters()])
+    assert all(map(torch.equal, *outcomes))
+
+
 @pytest.mark.parametrize("fused", [None, True])
 def test_row_gradients_are_unscaled_too(fused: bool | None) -> None:
     emb = flatbed.Embedding(10, 4)

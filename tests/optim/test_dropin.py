@@ -308,6 +308,16 @@ def test_zero_grad(where: str) -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
+def test_gradients_are_freed_by_zero_grad(where: str) -> None:
+    model = build("mixed", where)
+    optimizer = flatbed.optim.Adam(model.parameters(), max_norm=1.0)
+    give_grads(model)
+    optimizer.step()
+    held = [weakref.ref(p.grad) for p in model.parameters()]
+    optimizer.zero_grad()
+    assert all(one() is None for one in held)
+
+
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
 def test_copies_train_on_by_themselves(where: str, copied: Callable[[Any], Any]) -> None:
     model = build("mixed", where)

@@ -31,6 +31,25 @@ def test_the_average_is_torchs(where: str) -> None:
     assert all(map(torch.equal, trained, model.parameters()))
 
 
+@pytest.mark.parametrize("way", ["not finite", "overflow"])
+def test_the_average_stays_when_a_step_is_skipped(where: str, way: str) -> None:
+    model = build("mixed", where)
+    optimizer = flatbed.optim.Adam(model.parameters(), lr=0.05, ema_decay=0.8, skip_nonfinite=True)
+    steps(model, optimizer, range(2))
+    before = [optimizer.state[p]["ema"].clone() for p in model.parameters()]
+    give_grads(model, seed=2)
+    if way == "overflow":
+        optimizer.found_inf = torch.ones((), device=where)
+    else:
+        model.scale.grad.fill_(torch.nan)
+    optimizer.step()
+    assert int(optimizer.skipped_steps) == 1
+    assert all(
+        torch.equal(optimizer.state[p]["ema"], value)
+        for p, value in zip(model.parameters(), before, strict=True)
+    )
+
+
 def test_averages_of_low_precision_are_kept_in_fp32(where: str) -> None:
     model = build("mixed", where).bfloat16()
     optimizer = flatbed.optim.Adam(model.parameters(), lr=0.05, ema_decay=0.9, master_weights=True)

@@ -49,6 +49,13 @@ def replace_an_entry(model: nn.Module, optimizer: Any) -> None:
     optimizer.state[second(model)] = {key: value.clone().zero_() for key, value in entry.items()}
 
 
+def replace_a_parameter(model: nn.Module, optimizer: Any) -> None:
+    """One that is neither the first nor the last."""
+    params, old = optimizer.param_groups[0]["params"], model.transposed
+    model.transposed = nn.Parameter(old.detach().clone())
+    params[[p is old for p in params].index(True)] = model.transposed
+
+
 def replace_groups(model: nn.Module, optimizer: Any) -> None:
     optimizer.param_groups = [{**group, "lr": 0.5 * group["lr"]} for group in optimizer.param_groups]
 
@@ -61,6 +68,7 @@ CHANGES: dict[str, Change] = {
     "an entry replaced": replace_an_entry,
     "an entry cleared": lambda model, optimizer: optimizer.state[second(model)].clear(),
     "an entry deleted": lambda model, optimizer: optimizer.state.pop(second(model)),
+    "a parameter replaced": replace_a_parameter,
     "groups replaced": replace_groups,
 }
 

@@ -150,7 +150,7 @@ def test_state_of_wrappers_is_kept(where: str) -> None:
         optimizers[0].state[p]["counts"] = {"k": 3}
     steps(models[0], optimizers[0], range(1, 2))
     models[1].load_state_dict(models[0].state_dict())
-    optimizers[1].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
+    optimizers[1].load_state_dict(optimizers[0].state_dict())
     for model, optimizer in zip(models, optimizers, strict=True):
         steps(model, optimizer, range(2, 4))
     for p, q in zip(*(model.parameters() for model in models), strict=True):
@@ -198,7 +198,7 @@ def test_loading_keeps_the_dtype_of_moments(
     )
     steps(model, optimizer, range(2))
     again = flatbed.optim.Adam(model.parameters(), **options)
-    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    again.load_state_dict(optimizer.state_dict())  # copied: both optimizers train on
     for p in model.parameters():
         assert again.state[p]["exp_avg"].dtype == loaded
         for key, value in optimizer.state[p].items():
