@@ -11,6 +11,7 @@ import torch
 from torch import nn, optim
 
 BOTH = pytest.mark.parametrize("grads", ["follow", "bound"])
+DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 
 @dataclass(frozen=True)

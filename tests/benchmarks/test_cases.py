@@ -18,6 +18,7 @@ from benchmarks.harness import Options, each
 from benchmarks.models import Model
 from benchmarks.report import newest
 from benchmarks.trained_tables import Checker, FlatbedTable, SparseTable
+from tests.cases import DEVICES
 
 CPU = torch.device("cpu")
 FEW = Options(CPU, quick=True, steps=2, report=lambda line: None)
@@ -45,7 +46,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # of torch.compile itself
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.usefixtures("tiny")
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@DEVICES
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_every_variant_passes_its_check(
     name: str, device: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

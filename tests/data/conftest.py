@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 
 import flatbed
-from flatbed.data import prefetcher
+from flatbed.data import pipeline, prefetcher
 from tests.data.fakes import ROWS, FakePrefetch, Fakes, threads, wait_until, workers
+from tests.optim.conftest import kernel_device, where
+
+__all__ = ["kernel_device", "where"]
 
 
 @pytest.fixture(autouse=True)
@@ -22,6 +25,12 @@ def nothing_is_left() -> Iterator[None]:
         assert wait_until(lambda: not workers()), "a process is left"
     finally:
         faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.fixture(autouse=True)
+def no_batch_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine any batch could be, and threads would begin."""
+    monkeypatch.setattr(pipeline, "INLINE_SECONDS", 1e9)
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
-import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
@@ -96,8 +95,6 @@ class FakePrefetch:
 
 
 Fakes: TypeAlias = list[FakePrefetch]
-
-DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 
 # ---- loaders

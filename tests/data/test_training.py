@@ -16,16 +16,20 @@ from torch.utils.data import DataLoader, Dataset
 import flatbed
 from flatbed.cuda.streams import stream_for
 from flatbed.data import Prefetcher
-from tests.data.fakes import DEVICES, LAYOUTS, PAIRS, threads, wait_until
+from tests.cases import DEVICES
+from tests.data.fakes import LAYOUTS, PAIRS, threads, wait_until
 
-ROWS, DIM, STEPS = 64, 8, 24
+ROWS, DIM = 64, 8
 
 
 class Clicks(Dataset[dict[str, Any]]):
     """Few rows, so that each batch shares many with those before and after it; some ids as numpy."""
 
+    def __init__(self, n_steps: int) -> None:
+        self.n_steps = n_steps
+
     def __len__(self) -> int:
-        return 16 * STEPS
+        return 16 * self.n_steps
 
     def __getitem__(self, i: int) -> dict[str, Any]:
         chance = torch.Generator().manual_seed(i)
@@ -66,6 +70,7 @@ def trained(
     device: str = "cpu",
     workers: int = 0,
     epochs: int = 1,
+    n_steps: int = 24,
     checkpoints: bool = False,
     **options: Any,
 ) -> tuple[list[Tensor], list[float]]:
@@ -73,7 +78,7 @@ def trained(
     model = Model(storage, folder, device, **options)
     optimizer = flatbed.optim.Adam(model, lr=0.05)
     chance = torch.Generator().manual_seed(1)
-    plain = DataLoader(Clicks(), batch_size=16, shuffle=True, generator=chance, num_workers=workers)
+    plain = DataLoader(Clicks(n_steps), batch_size=16, shuffle=True, generator=chance, num_workers=workers)
 
     def moved() -> Iterator[Any]:
         for batch in plain:
@@ -118,12 +123,8 @@ def test_the_same_training_with_workers(tmp_path: Path) -> None:
     check("disk", tmp_path, depth=2, workers=2, epochs=2)
 
 
-@pytest.mark.parametrize("interpret", ["0", "1"])
-def test_rows_are_prefetched_while_a_table_is_checkpointed(
-    interpret: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", interpret)
-    check("disk", tmp_path, depth=3, checkpoints=True, cache_rows=40)
+def test_rows_are_prefetched_while_a_table_is_checkpointed(where: str, tmp_path: Path) -> None:
+    check("disk", tmp_path, depth=3, device=where, n_steps=10, checkpoints=True, cache_rows=40)
 
 
 def test_a_disk_table_is_not_read_after_the_loop(tmp_path: Path) -> None:
@@ -163,14 +164,11 @@ def test_a_cache_that_is_made_while_a_file_is_replaced(
 @pytest.mark.parametrize("storage", ["host", "disk"])
 @pytest.mark.parametrize("padding_idx", [None, 1])
 def test_bags_find_their_prefetched_rows(
-    padding_idx: int | None, storage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    padding_idx: int | None, storage: str, kernel_device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A lookup admits nothing, and so does not wait for the disk."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cpu":
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
     path = tmp_path / "a.bed" if storage == "disk" else None
-    options: dict[str, Any] = {"padding_idx": padding_idx, "seed": 1, "device": device}
+    options: dict[str, Any] = {"padding_idx": padding_idx, "seed": 1, "device": kernel_device}
     bag = flatbed.EmbeddingBag(ROWS, DIM, storage=storage, path=path, cache_rows=60, **options)
     plain = flatbed.EmbeddingBag(ROWS, DIM, storage="device", **options)
     given = [torch.tensor([[1, 2, 1], [n + 5, n + 6, 1]]) for n in range(6)]
@@ -190,21 +188,16 @@ def test_bags_find_their_prefetched_rows(
 
 @pytest.mark.parametrize("storage", ["host", "disk"])
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.uint16])
-def test_bags_without_ids(
-    dtype: torch.dtype, storage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bags_without_ids(dtype: torch.dtype, storage: str, kernel_device: str, tmp_path: Path) -> None:
     """In a second lookup. The key of no row depends on the dtype."""
-    device, found = "cuda" if torch.cuda.is_available() else "cpu", []
-    if device == "cpu":
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
+    found = []
     given = [(torch.tensor([[0, 1], [3, 2]]), torch.tensor([4, 4]).to(dtype))]
     given += [(torch.tensor([[5, 6], [7, 3]]), torch.empty(0, dtype=dtype))] * 4
-    offsets = torch.tensor([0, 0], device=device)
+    offsets = torch.tensor([0, 0], device=kernel_device)
     for is_prefetched in (True, False):
-        options = {"path": tmp_path / f"{is_prefetched}.bed"} if storage == "disk" else {}
-        bag = flatbed.EmbeddingBag(
-            20, 4, padding_idx=3, storage=storage, cache_rows=16, seed=1, device=device, **options
-        )
+        options: dict[str, Any] = {"path": tmp_path / f"{is_prefetched}.bed"} if storage == "disk" else {}
+        options |= {"storage": storage, "device": kernel_device}
+        bag = flatbed.EmbeddingBag(20, 4, padding_idx=3, cache_rows=16, seed=1, **options)
         optimizer = flatbed.optim.Adam(bag, lr=0.1)
         for bags, ids in Prefetcher(given, {bag: lambda b: [*b]}) if is_prefetched else given:
             (bag(bags).square().sum() + bag(ids, offsets).square().sum()).backward()
@@ -217,18 +210,15 @@ def test_bags_without_ids(
 
 @pytest.mark.parametrize("storage", ["host", "disk"])
 def test_batches_of_a_list_that_change_after_their_rows_were_read(
-    storage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    storage: str, kernel_device: str, tmp_path: Path
 ) -> None:
     """Lookups have the rows of the ids as they are then."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cpu":
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
     path = tmp_path / "a.bed" if storage == "disk" else None
-    emb = flatbed.Embedding(ROWS, DIM, storage=storage, path=path, cache_rows=40, device=device)
+    emb = flatbed.Embedding(ROWS, DIM, storage=storage, path=path, cache_rows=40, device=kernel_device)
     weight = emb.read_rows(torch.arange(ROWS))
-    given = [torch.arange(4, device=device) + 4 * n for n in range(3)]
+    given = [torch.arange(4, device=kernel_device) + 4 * n for n in range(3)]
     for number, ids in enumerate(Prefetcher(given, {emb: lambda b: b}, depth=1)):
-        assert torch.equal(emb(ids), weight[ids.cpu()].to(device)), number
+        assert torch.equal(emb(ids), weight[ids.cpu()].to(kernel_device)), number
         if number == 0:
             live = emb.table._store.cache._live if storage == "disk" else [None] * 2  # type: ignore[union-attr]
             assert wait_until(lambda live=live: len(live) == 2)  # type: ignore[misc]
@@ -250,15 +240,10 @@ def test_files_that_are_replaced_in_the_loop(cache_rows: int, tmp_path: Path) ->
     emb.table.close(discard=True)
 
 
-@DEVICES
 @pytest.mark.parametrize("storage", ["host", "disk"])
-def test_a_step_after_the_next_batch_was_taken(
-    device: str, storage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_after_the_next_batch_was_taken(storage: str, kernel_device: str, tmp_path: Path) -> None:
     """Its rows may have been evicted for coming batches."""
-    if device == "cpu":  # one process cannot both compile and interpret
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
-    chance = torch.Generator().manual_seed(0)
+    device, chance = kernel_device, torch.Generator().manual_seed(0)
     given, found = [torch.randint(0, ROWS, (8,), generator=chance).to(device) for _ in range(20)], []
     for is_prefetched in (True, False):
         path = tmp_path / f"{is_prefetched}.bed" if storage == "disk" else None
@@ -287,18 +272,15 @@ def test_inference_mode() -> None:
 
 
 @pytest.mark.parametrize("storage", ["host", "disk"])
-@pytest.mark.parametrize("where", ["cpu", "interpreted", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_every_layout_of_ids(where: str, storage: str, tmp_path: Path, monkeypatch: Any) -> None:
-    layouts, device = [*LAYOUTS.values()], "cuda" if where == "cuda" else "cpu"
+def test_every_layout_of_ids(where: str, storage: str, tmp_path: Path) -> None:
+    layouts = [*LAYOUTS.values()]
     if where == "cuda":
         pairs = PAIRS.cuda()
         layouts += [pairs[:, 0], pairs.int()[:, 1], pairs.t(), pairs[:1, 0].expand(30), pairs[:0]]
-    else:
-        monkeypatch.setenv("TRITON_INTERPRET", str(int(where == "interpreted")))
     found = []
     for is_prefetched in (False, True):
         path = tmp_path / f"{is_prefetched}.bed" if storage == "disk" else None
-        emb = flatbed.Embedding(ROWS, DIM, storage=storage, path=path, cache_rows=40, seed=0, device=device)
+        emb = flatbed.Embedding(ROWS, DIM, storage=storage, path=path, cache_rows=40, seed=0, device=where)
         optimizer = flatbed.optim.Adam(emb, lr=0.1)
         for ids in Prefetcher(layouts, {emb: lambda b: b}) if is_prefetched else layouts:
             emb(ids).square().sum().backward()

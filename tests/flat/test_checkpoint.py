@@ -17,10 +17,19 @@ from torch import nn
 
 import flatbed
 from flatbed import FlatbedError, FlatParams
-from tests.cases import BOTH, OPTIMIZERS, OptimizerCase, assert_same, batches, build, loss_of, two_groups
+from tests.cases import (
+    BOTH,
+    DEVICES,
+    OPTIMIZERS,
+    OptimizerCase,
+    assert_same,
+    batches,
+    build,
+    loss_of,
+    two_groups,
+)
 from tests.flat.twins import twins
 
-DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 BY_CASE = pytest.mark.parametrize("case", OPTIMIZERS, ids=lambda c: c.name)
 
 

@@ -11,9 +11,7 @@ from torch import nn
 
 from flatbed import FlatbedError, FlatParams
 from flatbed.layout import plan
-from tests.cases import BOTH, batches, build, loss_of
-
-DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+from tests.cases import BOTH, DEVICES, batches, build, loss_of
 
 
 @DEVICES

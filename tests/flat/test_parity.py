@@ -11,6 +11,7 @@ from torch import nn
 import flatbed
 from tests.cases import (
     BOTH,
+    DEVICES,
     MODELS,
     OPTIMIZERS,
     OptimizerCase,
@@ -23,7 +24,6 @@ from tests.cases import (
 from tests.flat.twins import assert_twins, twins
 
 STEPS = 8  # RAdam rectifies from the sixth on
-DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 
 def train(

@@ -22,6 +22,13 @@ def kernel_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     yield from place(request.param, monkeypatch)
 
 
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Interpret kernels on a CPU, for tests that look into their host code."""
+    for _ in place("interpreter", monkeypatch):
+        yield
+
+
 def place(name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     if name == "interpreter":
         if torch.cuda.is_available():

@@ -9,9 +9,9 @@ import os
 import pytest
 
 import flatbed
-from tests.optim.conftest import kernel_device, where
+from tests.optim.conftest import interpreted, kernel_device, where
 
-__all__ = ["kernel_device", "where"]
+__all__ = ["interpreted", "kernel_device", "where"]
 
 
 @pytest.fixture(autouse=True)

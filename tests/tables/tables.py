@@ -23,7 +23,6 @@ N_ROWS = 12
 DIM = 16  # whole vectors of every CPU: torch's fused kernels round the odd elements behind them differently
 PADDING = 2
 STORAGES = ("device", "host", "disk")
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 class PlainRowwiseAdagrad(optim.Optimizer):

@@ -277,9 +277,6 @@ def test_a_capture_that_fails_changes_nothing(step: str, monkeypatch: pytest.Mon
     torch.cuda.synchronize()  # fails inside of a capture
 
 
-interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are not interpreted")
-
-
 def simulate_graphs(monkeypatch: pytest.MonkeyPatch, cache: Any, replay: Any = lambda: None) -> None:
     """Let graphs call their functions again, from the third batch of a size on."""
     monkeypatch.setattr(decision_graphs, "N_EAGER", 1)
@@ -289,8 +286,7 @@ def simulate_graphs(monkeypatch: pytest.MonkeyPatch, cache: Any, replay: Any = l
     cache._graphs._can_capture = True
 
 
-@pytest.mark.usefixtures("kernel_device")
-@interpreted
+@pytest.mark.usefixtures("interpreted")
 def test_a_replay_that_fails_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if there had been no graph: decisions are made once, and the cache can be used."""
     emb, replays = made(100, 40), mock.Mock(side_effect=[None, DriverError("not now")])
@@ -308,8 +304,7 @@ def test_a_replay_that_fails_is_launched(monkeypatch: pytest.MonkeyPatch) -> Non
     emb(torch.tensor([1]))  # the cache is in order
 
 
-@pytest.mark.usefixtures("kernel_device")
-@interpreted
+@pytest.mark.usefixtures("interpreted")
 def test_a_graph_is_replayed_again_when_its_decisions_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = cache_of(made(100, 40))
     simulate_graphs(monkeypatch, cache)
@@ -325,8 +320,7 @@ def test_a_graph_is_replayed_again_when_its_decisions_are_gone(monkeypatch: pyte
     assert [batch.keys.tolist() for batch in held] == expected
 
 
-@pytest.mark.usefixtures("kernel_device")
-@interpreted
+@pytest.mark.usefixtures("interpreted")
 def test_graphs_are_for_a_number_of_keys_and_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
     """One for a smaller window would evict rows that are in use."""
     cache = cache_of(made(100, 40))
@@ -336,8 +330,7 @@ def test_graphs_are_for_a_number_of_keys_and_a_window(monkeypatch: pytest.Monkey
     assert [graph.kind for graph in cache._graphs._graphs] == [(2, 1), (2, 2), (3, 1)]
 
 
-@pytest.mark.usefixtures("kernel_device")
-@interpreted
+@pytest.mark.usefixtures("interpreted")
 def test_graphs_have_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if losses of many batches are kept."""
     cache = cache_of(made(100, 90))
@@ -350,8 +343,7 @@ def test_graphs_have_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [batch.unique.rows.tolist() for batch in held if batch] == [[*range(n, n + 20)] for n in range(8)]
 
 
-@pytest.mark.usefixtures("kernel_device")
-@interpreted
+@pytest.mark.usefixtures("interpreted")
 def test_few_graphs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a size for each batch there would be no end of them."""
     index = decisions.CacheIndex(100, 100, policy="lru", device=CPU)
@@ -370,8 +362,7 @@ def test_few_graphs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(graphs._n_uses) <= decision_graphs.MAX_KINDS
 
 
-@pytest.mark.usefixtures("kernel_device")
-@interpreted
+@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("fails", [False, True])
 def test_rows_of_a_file_are_reserved_by_graphs(
     fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -398,8 +389,7 @@ def test_rows_of_a_file_are_reserved_by_graphs(
     assert torch.equal(emb.read_rows(every), made(100, 60, seed=5).read_rows(every))
 
 
-@pytest.mark.usefixtures("kernel_device")
-@interpreted
+@pytest.mark.usefixtures("interpreted")
 def test_rows_of_a_file_that_are_reserved_during_a_capture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -420,8 +410,7 @@ def test_rows_of_a_file_that_are_reserved_during_a_capture(
     assert len(cache._graphs._graphs) == len(reserved) == 1
 
 
-@pytest.mark.usefixtures("kernel_device")
-@interpreted
+@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("reason", ["a direct lookup", "a capture of the user"])
 def test_where_rows_of_a_file_have_no_graphs(
     reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -440,8 +429,7 @@ def test_where_rows_of_a_file_have_no_graphs(
     assert cached_rows(emb) == {*range(6)}
 
 
-@pytest.mark.usefixtures("kernel_device")
-@interpreted
+@pytest.mark.usefixtures("interpreted")
 def test_an_interruption_before_a_replay_takes_nothing_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -861,8 +849,7 @@ def simulate(
     return simulation
 
 
-@pytest.mark.usefixtures("kernel_device")
-@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are not interpreted")
+@pytest.mark.usefixtures("interpreted")
 class TestOrder:
     @pytest.mark.parametrize("seed", range(4))
     def test_no_conflicts(self, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:

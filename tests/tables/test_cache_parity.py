@@ -21,7 +21,8 @@ from flatbed.tables.cache import write_behind
 from flatbed.tables.cache.base import CacheStats
 from flatbed.tables.prefetch import RowPrefetch
 from flatbed.tables.storage.disk.checked_records import device_row_sums
-from tests.tables.tables import ALL_CASES, BY_NAME, DEVICES, Twins, assert_equal, everything, storage_options
+from tests.cases import DEVICES
+from tests.tables.tables import ALL_CASES, BY_NAME, Twins, assert_equal, everything, storage_options
 
 N_ROWS = 40
 PADDING = 2
@@ -254,7 +255,7 @@ def test_a_loader_that_reuses_memory_while_rows_are_read(kernel_device: str, tmp
 # ---- operations between steps
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@DEVICES
 @pytest.mark.parametrize("n_slots", [3, 9, 20])
 def test_other_threads_read_and_write(
     n_slots: int, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -272,7 +273,7 @@ def test_other_threads_read_and_write(
     twins.check()
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@DEVICES
 def test_checksums_that_a_device_computes(
     device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import flatbed
+from tests.cases import DEVICES
 from tests.tables.tables import STORAGES, dense_grad, storage_options
 
 ROWS, DIM = 50, 6  # a record of 6 floats is padded
@@ -86,7 +87,7 @@ def check(ids: Any, emb: Any, where: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@DEVICES
 def test_any_kind(kind: str, device: str) -> None:
     emb = flatbed.Embedding(ROWS, DIM, device=device)
     optimizer = flatbed.optim.Adagrad(emb)

@@ -193,8 +193,7 @@ def test_rows_after_an_interrupted_change_of_the_cache(tmp_path: Path) -> None:
     assert number > 30
 
 
-@pytest.mark.usefixtures("kernel_device")
-@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are not interpreted")
+@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("storage", ["host", "disk"])
 def test_a_cache_is_emptied_as_a_whole(storage: str, tmp_path: Path) -> None:
     """Ctrl-C while its maps are emptied: the next use empties the rest."""
@@ -237,8 +236,7 @@ def test_steps_after_the_creation_of_the_journal_was_interrupted(tmp_path: Path)
 
 
 @IN_FINALIZERS
-@pytest.mark.usefixtures("kernel_device")
-@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are not interpreted")
+@pytest.mark.usefixtures("interpreted")
 def test_an_interrupted_loop_keeps_no_reservation(tmp_path: Path) -> None:
     """Prefetches of later loops have the whole cache."""
     batches = [torch.tensor([10, 11, 12, 13]), torch.tensor([14, 15, 16, 17]), torch.tensor([1, 2, 3, 4])]
@@ -270,8 +268,7 @@ def test_an_interrupted_loop_keeps_no_reservation(tmp_path: Path) -> None:
     assert number > 60
 
 
-@pytest.mark.usefixtures("kernel_device")
-@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are not interpreted")
+@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("storage", ["host", "disk"])
 def test_interrupted_admission_by_kernels(storage: str, tmp_path: Path) -> None:
     """Rows are right; between the kernels that choose slots and move records, every use raises.
@@ -305,8 +302,7 @@ def test_interrupted_admission_by_kernels(storage: str, tmp_path: Path) -> None:
     assert n_raised == 0 if storage == "disk" else 0 < n_raised < number / 2
 
 
-@pytest.mark.usefixtures("kernel_device")
-@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are not interpreted")
+@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize(("by_graphs", "n_lookups"), [(False, 1), (True, 2)])
 def test_interrupted_prefetch_by_kernels(
     by_graphs: bool, n_lookups: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

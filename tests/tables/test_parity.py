@@ -13,12 +13,12 @@ from torch import Tensor, nn
 import flatbed
 import flatbed.optim
 from flatbed.errors import FlatbedError
+from tests.cases import DEVICES
 from tests.optim.optimizers import Case
 from tests.tables.tables import (
     ALL_CASES,
     BY_NAME,
     COUNTING,
-    DEVICES,
     DIM,
     N_ROWS,
     PADDING,
@@ -155,7 +155,7 @@ SPARSE: list[tuple[Any, Any, dict[str, float]]] = [
 ]
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@DEVICES
 @pytest.mark.parametrize("pattern", ["duplicates", "late", "padding", "lookups"])
 @pytest.mark.parametrize(("torchs", "ours", "options"), SPARSE)
 def test_sparse_embedding(torchs: Any, ours: Any, options: Any, pattern: str, device: str) -> None:

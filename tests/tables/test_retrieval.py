@@ -24,7 +24,8 @@ from flatbed.errors import FlatbedError
 from flatbed.tables import retrieval
 from flatbed.tables.row_store import RowStore
 from flatbed.tables.storage import base
-from tests.tables.tables import DEVICES, STORAGES, Setup
+from tests.cases import DEVICES
+from tests.tables.tables import STORAGES, Setup
 
 CHUNKS = (None, 1, 1025, 4096)
 
@@ -81,7 +82,7 @@ def test_every_storage_and_chunk_gives_the_same_bits(metric: str, tmp_path: Path
     assert torch.equal(found[0][1], expected.indices)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@DEVICES
 @pytest.mark.parametrize("k", [1, 3, 40, 700, 5000])
 def test_equal_scores_are_ordered_by_id(k: int, device: str, tmp_path: Path) -> None:
     weight, queries = small_integers(5000, 4), small_integers(9, 4)
@@ -110,7 +111,7 @@ def test_any_sizes_agree_with_a_stable_sort(data: Any) -> None:
     assert_equal(found, reference(queries, weight, k, padding_idx))
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@DEVICES
 @pytest.mark.parametrize("storage", STORAGES)
 def test_rows_that_changed_count(storage: str, device: str, tmp_path: Path) -> None:
     weight = small_integers(3000, 8)
@@ -136,7 +137,7 @@ def test_rows_that_changed_in_a_cache_of_kernels_count(kernel_device: str) -> No
     assert (values.tolist(), ids.tolist()) == ([12.0, 12.0, 0.0], [1, 1099, 0])
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@DEVICES
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_scores_are_computed_in_fp32_at_least(dtype: torch.dtype, device: str) -> None:
     weight, queries = small_integers(2000, 16, most=9).to(dtype), small_integers(2, 16, most=9)

@@ -25,6 +25,7 @@ from flatbed.tables.storage.disk.checked_records import (
     sums_at,
 )
 from flatbed.tables.storage.disk.format import RECORDS_AT, STATE_AT
+from tests.cases import DEVICES
 from tests.tables.storage.disk.crash_model import (
     NBYTES,
     everything,
@@ -60,7 +61,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "table"
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@DEVICES
 @pytest.mark.parametrize("nbytes", [16, 128, 1536])
 @pytest.mark.parametrize("n_at_once", [1, 70, 300])
 def test_a_device_computes_the_same_checksums(
