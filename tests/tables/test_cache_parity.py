@@ -235,6 +235,21 @@ def test_ids_changed_in_place_are_not_taken_for_the_prefetched_ones(kernel_devic
         assert torch.equal(emb(ids).detach(), expected.expand(4, -1))
 
 
+@pytest.mark.parametrize(
+    "reorder", [lambda ids: ids.t(), lambda ids: ids.t().contiguous().t()], ids=["ids", "prefetched"]
+)
+def test_ids_in_another_order_are_not_taken_for_the_prefetched_ones(
+    reorder: Callable[[Tensor], Tensor], kernel_device: str
+) -> None:
+    """They may lie in the same memory."""
+    emb = flatbed.Embedding(40, 3, cache_rows=20, device=kernel_device)
+    flatbed.optim.SGD(emb, lr=0.1)
+    rows = emb.read_rows(range(40))
+    for ids in Prefetcher([reorder(torch.arange(6).view(2, 3))], {emb: lambda batch: batch}):
+        for given in (ids, ids.t()):
+            assert torch.equal(emb(given).detach(), rows[given])
+
+
 def test_a_loader_that_reuses_memory_while_rows_are_read(kernel_device: str, tmp_path: Path) -> None:
     """Rows are read in a thread of its own: the loader may have written the next ids to the same memory."""
     options = storage_options("disk", tmp_path)

@@ -89,21 +89,23 @@ def test_dropped_gradients_need_no_optimizer() -> None:
 # ---- another optimizer
 
 
-def test_second_optimizer_takes_over_with_state_of_its_own() -> None:
+@pytest.mark.parametrize("amsgrad", [False, True])
+def test_second_optimizer_takes_over_with_state_of_its_own(amsgrad: bool) -> None:
+    """With more state than the one before, its records are others, too."""
     ours, theirs = pair()
     first = flatbed.optim.Adam(ours, lr=0.1)
     ours([1, 2]).sum().backward()
     first.step()
     first.zero_grad()
     theirs.load_state_dict(ours.state_dict())
-    second = flatbed.optim.Adam(ours, lr=0.1)
+    second = flatbed.optim.Adam(ours, lr=0.1, amsgrad=amsgrad)
     before = ours.state_dict()
     with pytest.raises(flatbed.FlatbedError, match=r"'emb\.weight' has been given to another optimizer"):
         first.step()
     for name, value in ours.state_dict().items():
         assert torch.equal(value, before[name])
     assert not ours.emb.table.read_state("exp_avg", EVERY).any()
-    reference = torch.optim.Adam(theirs.parameters(), lr=0.1)
+    reference = torch.optim.Adam(theirs.parameters(), lr=0.1, amsgrad=amsgrad)
     for model, optimizer in ((ours, second), (theirs, reference)):
         model(EVERY).pow(2).sum().backward()
         optimizer.step()

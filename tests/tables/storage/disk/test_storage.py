@@ -473,6 +473,7 @@ def test_interrupted_scatter(owner: Any, name: str, tmp_path: Path) -> None:
     storage.checkpoint()
     storage.close()
     assert np.array_equal(everything(DiskStorage.open(tmp_path / "table")), now)
+    assert ReadOnlyStorage(tmp_path / "table").check_rows() == 100
 
 
 @pytest.mark.parametrize("which", [0, 1, 2, 3])
