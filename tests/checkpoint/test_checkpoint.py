@@ -342,9 +342,11 @@ def test_a_table_that_goes_on_alone_is_saved_elsewhere(tmp_path: Path) -> None:
 
 def test_a_load_drops_gradients(tmp_path: Path) -> None:
     """Those of a step that was interrupted would be added to the next ones."""
-    run = Saved(tmp_path)
-    parameters = [p for p in run.model.parameters() if p.requires_grad]
-    run.model(torch.arange(5)).square().sum().backward()
+    run, temperature = Saved(tmp_path), nn.Parameter(torch.ones(1))  # of the loss, and not of the model
+    parameters = [*(p for p in run.model.parameters() if p.requires_grad), temperature]
+    run.optimizer = [run.optimizer, flatbed.optim.SGD([temperature])]
+    save_checkpoint(run.folder, run.model, run.optimizer)
+    (run.model(torch.arange(5)).square().sum() * temperature).backward()
     assert all(p.grad is not None for p in parameters)
     run.load()
     assert all(p.grad is None for p in parameters)

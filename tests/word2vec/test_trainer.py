@@ -142,19 +142,21 @@ def test_an_interrupted_training_has_the_same_bits(options: dict[str, Any], tmp_
     corpus = random_corpus(200, 6000)
     options = SMALL | options
     is_disk = options.get("storage") == "disk"
-    whole = Trainer(corpus, Settings(**options, path=tmp_path / "one" if is_disk else None))
+    settings = Settings(**options, path=tmp_path / "one" if is_disk else None)
+    whole = Trainer(corpus, settings, steps_per_report=3)
     whole.run()
     settings = Settings(**options, path=tmp_path / "tables" if is_disk else None)
-    trainer = Trainer(corpus, settings)
-    for progress in trainer:
-        if progress.step >= 3:
-            break  # and continue below
+    trainer = Trainer(corpus, settings, steps_per_report=3)
+    for _ in trainer:
+        break  # and continue below
     for cut in sorted(np.random.default_rng(0).integers(4, whole.n_steps, 2).tolist()):
-        trainer.run(lambda p, cut=cut, t=trainer: t.stop() if p.step >= cut else None)
+        stop = lambda *_, cut=cut, t=trainer: t.stop() if t.step + 1 >= cut else None  # noqa: E731
+        trainer.optimizer.register_step_post_hook(stop)  # also between two reports
+        trainer.run()
         assert trainer.step == (-(-cut // STEPS_PER_DRAIN) * STEPS_PER_DRAIN if settings.threads > 1 else cut)
         trainer.save(tmp_path / "run")
         trainer.close()
-        trainer = Trainer(corpus, settings)
+        trainer = Trainer(corpus, settings, steps_per_report=3)
         trainer.resume(tmp_path / "run")
     trainer.run()
     np.testing.assert_array_equal(trainer.vectors().matrix, whole.vectors().matrix)
