@@ -11,7 +11,7 @@ from torch import nn
 
 import flatbed
 from flatbed import FlatbedError
-from tests.mistakes.mistake import Mistake, backward, embedding, mistake, model, stepped, unchanged, weights
+from tests.mistakes.mistake import Mistake, backward, embedding, model, stepped, unchanged, weights
 
 Flatten = Callable[[], Any]
 Use = Callable[[Any, flatbed.FlatParams, Any], object]
@@ -85,14 +85,14 @@ USES: list[tuple[str, str, Use, str]] = [
 ]
 FLAT: list[Mistake] = [
     *(
-        mistake("FlatParams", what, lambda _, make=make: flatbed.FlatParams(make()), error, message)  # type: ignore[misc]
+        Mistake("FlatParams", what, lambda _, make=make: flatbed.FlatParams(make()), error, message)  # type: ignore[misc]
         for what, make, error, message in SOURCES
     ),
     *(
-        mistake(f"FlatParams.{of}", what, with_gradients(use), ValueError, said)
+        Mistake(f"FlatParams.{of}", what, with_gradients(use), ValueError, said)
         for of, what, use, said in USES
     ),
-    mistake(
+    Mistake(
         "FlatParams",
         "a misspelt option",
         lambda _: flatbed.FlatParams(model(), grads="bind"),  # type: ignore[arg-type]
@@ -100,7 +100,7 @@ FLAT: list[Mistake] = [
         r"'follow' or 'bound'; found 'bind'",
     ),
     *(
-        mistake(f"FlatParams.{call}", "after p.data", replaced_by_hand(call), FlatbedError, message)
+        Mistake(f"FlatParams.{call}", "after p.data", replaced_by_hand(call), FlatbedError, message)
         for call, message in (
             ("assert_valid", r"0.weight.*\(3, 3\).*\(4, 4\).*flatten the parameters again"),
             ("rebind", r"0.weight.*\(3, 3\).*\(4, 4\).*flatten the parameters again"),

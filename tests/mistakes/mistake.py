@@ -31,9 +31,6 @@ class Mistake(NamedTuple):
         return f"{self.of}-{self.what.replace(' ', '_')}"
 
 
-mistake = Mistake
-
-
 @contextmanager
 def unchanged(look: Callable[[], Any]) -> Iterator[None]:
     """What is seen must be the same after the mistake as before."""

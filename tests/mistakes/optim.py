@@ -12,7 +12,7 @@ from torch.optim import LBFGS, Rprop
 
 import flatbed
 from flatbed import FlatbedError
-from tests.mistakes.mistake import Mistake, backward, embedding, mistake, model, unchanged, weights
+from tests.mistakes.mistake import Mistake, backward, embedding, model, unchanged, weights
 
 optim: Any = flatbed.optim
 from_torch: Any = flatbed.optim.from_torch
@@ -36,8 +36,16 @@ def kept(name: str, use: Callable[[Any], object]) -> Callable[[Path], object]:
     return attempt
 
 
-def of_each(name: str) -> list[Mistake]:
-    """Mistakes that can be made with every optimizer."""
+def of_constructor(name: str) -> list[Mistake]:
+    """Mistakes with the arguments of an optimizer."""
+    return [
+        Mistake(f"optim.{name}", "negative lr", lambda _: made(name, lr=-0.1), ValueError, r"lr.*-0\.1"),
+        Mistake(f"optim.{name}", "misspelt", lambda _: made(name, rate=1), TypeError, r"'rate'.*max_norm"),
+    ]
+
+
+def of_methods(name: str) -> list[Mistake]:
+    """Mistakes with an optimizer that was built."""
 
     def add_again(optimizer: Any) -> None:
         optimizer.add_param_group({"params": list(optimizer.param_groups[0]["params"])})
@@ -60,12 +68,7 @@ def of_each(name: str) -> list[Mistake]:
         ("ema_weights", "no average", lambda o: o.ema_weights().__enter__(), FlatbedError, "ema_decay"),
         ("max_norm", "a string", lambda o: setattr(o, "max_norm", "1"), ValueError, "max_norm.*'1'"),
     ]
-    named = f"optim.{name}"
-    return [
-        mistake(named, "negative lr", lambda _: made(name, lr=-0.1), ValueError, r"lr.*-0\.1"),
-        mistake(named, "a misspelt option", lambda _: made(name, rate=1), TypeError, r"'rate'.*max_norm"),
-        *(mistake(f"{named}.{method}", what, kept(name, use), *rest) for method, what, use, *rest in methods),
-    ]
+    return [Mistake(f"optim.{name}.{of}", what, kept(name, use), *rest) for of, what, use, *rest in methods]
 
 
 def given(params: Callable[[], Any]) -> Callable[[Path], object]:
@@ -124,7 +127,8 @@ OTHERS = [
 ]
 
 OPTIM: list[Mistake] = [
-    *(one for name in KINDS for one in of_each(name)),
-    *(mistake(f"optim.{of}", *rest) for of, *rest in OTHERS),  # type: ignore[arg-type]
-    mistake("Table", "in torch's optimizer", torchs_own_optimizer, FlatbedError, "from_torch"),
+    *(one for name in KINDS for one in of_constructor(name)),
+    *(one for name in ("Adam", "SparseAdam") for one in of_methods(name)),  # which all kinds share
+    *(Mistake(f"optim.{of}", *rest) for of, *rest in OTHERS),  # type: ignore[arg-type]
+    Mistake("Table", "in torch's optimizer", torchs_own_optimizer, FlatbedError, "from_torch"),
 ]

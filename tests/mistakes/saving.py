@@ -11,11 +11,11 @@ from torch import nn
 
 import flatbed
 from flatbed import FlatbedError
-from tests.mistakes.mistake import Attempt, Mistake, embedding, mistake, model, unchanged, weights
+from tests.mistakes.mistake import Attempt, Mistake, embedding, model, unchanged, weights
 
 
 def contiguous(what: str, name: str, attempt: Attempt, error: type[Exception], message: str) -> Mistake:
-    return mistake(f"ContiguousParams{name}", what, attempt, error, message)
+    return Mistake(f"ContiguousParams{name}", what, attempt, error, message)
 
 
 def moved_away(folder: Path) -> None:
@@ -36,7 +36,7 @@ def saves(what: str, attempt: Attempt, error: type[Exception], message: str) -> 
         with unchanged(lambda: list(folder.iterdir())):
             attempt(folder / "run")
 
-    return mistake("save_checkpoint", what, checked, error, message)
+    return Mistake("save_checkpoint", what, checked, error, message)
 
 
 def loads(
@@ -50,7 +50,7 @@ def loads(
         with unchanged(lambda: weights(other)):
             flatbed.load_checkpoint(folder / "run", other)
 
-    return mistake("load_checkpoint", what, attempt, FlatbedError, message)
+    return Mistake("load_checkpoint", what, attempt, FlatbedError, message)
 
 
 def with_a_scheduler(folder: Path) -> None:
@@ -124,7 +124,7 @@ SAVING: list[Mistake] = [
         r"0.weight.*\(4, 4\).*\(3, 4\)",
     ),
     *(
-        mistake("load_checkpoint", what, attempt, error, message)
+        Mistake("load_checkpoint", what, attempt, error, message)
         for what, attempt, error, message in (
             (
                 "a folder that does not exist",
