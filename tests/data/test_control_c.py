@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,6 +22,14 @@ class ForkingLoader(DataLoader[Any]):
         signal.raise_signal(signal.SIGINT)
         self.is_begun = True
         return iter(())
+
+
+@pytest.fixture(autouse=True)
+def raising() -> Iterator[None]:
+    """Control-C raises, also where the tests run in the background, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def test_control_c_waits_for_the_fork_of_workers() -> None:

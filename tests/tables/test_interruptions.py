@@ -106,7 +106,7 @@ def answered(ask: Callable[[], Any]) -> Any:
             answer.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
-    return answer.result(timeout=20)
+    return answer.result(timeout=200)
 
 
 def check_rows(emb: Any, before: Tensor, after: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from tests.tables.storage.disk.crash_model import (
 )
 
 SOON = 0.2
-LATE = 20.0
+LATE = 200.0
 
 
 class SlowDisk:
