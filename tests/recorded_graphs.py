@@ -49,30 +49,25 @@ class RecordedGraph(TorchDispatchMode):
         self._allocated: dict[int, Tensor] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Record an operation, and return its results, whose values replays compute."""
         if func in WAITS:
             raise RuntimeError(f"{func} waits for the GPU: not permitted when a stream is capturing")
         kwargs = kwargs or {}
-        call, inputs = partial(func, *args, **kwargs), tensors((args, kwargs))
+        call = partial(func, *args, **kwargs)
         if func._schema.is_mutable:
             self._calls.append(call)
-            if all(address(one) in self._allocated for one in tensors(args[0])):
-                return call()
-            return args[0]  # without effect: the memory is not the graph's
-        is_view = func is VIEW or any(one.alias_info for one in func._schema.returns)
-        if is_view or not inputs:
-            found = call()
-        else:  # without a look at values, which no kernel has computed
-            with FakeTensorMode():
-                fakes = func(*tree_map_only(Tensor, empty, args), **tree_map_only(Tensor, empty, kwargs))
-            found = tree_map_only(Tensor, empty, fakes)
-        made = [] if is_view else tensors(found)
-        self._allocated |= {address(one): one for one in made}
+            is_own = all(address(one) in self._allocated for one in tensors(args[0]))
+            return call() if is_own else args[0]  # other memory does not change before a replay
+        if func is VIEW or any(one.alias_info for one in func._schema.returns):
+            return call()  # its memory is that of another result
+        made = without_values(func, args, kwargs) if tensors((args, kwargs)) else call()
+        self._allocated |= {address(one): one for one in tensors(made)}
         self._calls.append(partial(self._compute, call, made))
-        return found
+        return made
 
     @staticmethod
-    def _compute(call: Callable[[], object], results: list[Tensor]) -> None:
-        for result, value in zip(results, tensors(call()), strict=bool(results)):
+    def _compute(call: Callable[[], object], results: Any) -> None:
+        for result, value in zip(tensors(results), tensors(call()), strict=True):
             result.copy_(value)
 
     def launch(self, kernel: Any, *args: Any, **kwargs: Any) -> None:
@@ -93,6 +88,13 @@ class RecordedGraph(TorchDispatchMode):
                 tensor.fill_(torch.nan if tensor.is_floating_point() else 1)
             for call in self._calls:
                 call()
+
+
+def without_values(func: Any, args: Any, kwargs: Any) -> Any:
+    """Results of an operation as memory alone: its inputs have no values yet."""
+    with FakeTensorMode():
+        fakes = func(*tree_map_only(Tensor, empty, args), **tree_map_only(Tensor, empty, kwargs))
+    return tree_map_only(Tensor, empty, fakes)
 
 
 def empty(tensor: Tensor) -> Tensor:
