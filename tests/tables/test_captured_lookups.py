@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import cache, partial
 from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -479,7 +480,9 @@ def test_what_a_replay_reads(n_same: int, kernel_device: str, monkeypatch: pytes
     cache, given = table._store.cache, [batches[0].to(kernel_device)]
     assert graph is not None
     assert cache is not None
-    assert load_captured(graph, given)
+    with mock.patch.object(cache, "location_for", wraps=cache.location_for) as ordered:
+        assert load_captured(graph, given)
+    assert ordered.called, "the replay would not wait for prefetches that move its rows"
     monkeypatch.setattr(cache, "has_unseen_replays", True)
     assert not load_captured(graph, given), "rows are no longer prefetched"
     monkeypatch.undo()
