@@ -44,6 +44,11 @@ def set_by_hand(model: nn.Module, optimizer: Any) -> None:
     optimizer.state[p]["exp_avg_sq"].mul_(2)
 
 
+def set_between_others(model: nn.Module, optimizer: Any) -> None:
+    p = model.transposed
+    optimizer.state[p]["exp_avg"] = torch.full_like(p, 0.3)
+
+
 def replace_an_entry(model: nn.Module, optimizer: Any) -> None:
     entry = optimizer.state[second(model)]
     optimizer.state[second(model)] = {key: value.clone().zero_() for key, value in entry.items()}
@@ -64,6 +69,7 @@ CHANGES: dict[str, Change] = {
     "values moved": move_values,
     "state moved": move_state,
     "state set": set_by_hand,
+    "state set between others": set_between_others,
     "state cleared": lambda model, optimizer: optimizer.state.clear(),
     "an entry replaced": replace_an_entry,
     "an entry cleared": lambda model, optimizer: optimizer.state[second(model)].clear(),
