@@ -376,3 +376,18 @@ def test_autocast_with_a_scaler_and_infs() -> None:
     for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
         assert p.isfinite().all()
         torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("flat", [False, True])
+def test_a_model_on_a_gpu_that_is_not_the_current_one(flat: bool) -> None:
+    model = nn.Linear(7, 5).to("cuda:1")
+    params = flatbed.FlatParams(model).parameters() if flat else model.parameters()
+    optimizer = flatbed.optim.Adam(params, max_norm=1.0)
+    before = model.weight.detach().clone()
+    for _ in range(2):
+        model(torch.ones(3, 7, device="cuda:1")).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert torch.cuda.current_device() == 0
+    assert not torch.equal(model.weight, before)

@@ -308,3 +308,20 @@ def test_repr_shows_what_was_asked_for() -> None:
     assert "max_norm: 1.0" in text
     assert "master_weights: True" in text
     assert "All groups" not in repr(flatbed.optim.Adam(model.parameters()))
+
+
+def test_state_may_be_on_a_gpu_that_is_not_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`Tensor.__dlpack__` of newer versions of torch refuses tensors of such a GPU."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise BufferError("Can't export tensors on a different CUDA device index")
+
+    monkeypatch.setattr(torch.Tensor, "__dlpack__", refuse)
+    ours, theirs = build("mixed"), build("mixed")
+    for model, optimizer in (
+        (ours, flatbed.optim.Adam(ours.parameters())),
+        (theirs, optim.Adam(theirs.parameters())),
+    ):
+        steps(model, optimizer, range(2))
+    assert_models_equal(ours, theirs, "interpreter")  # to a few units in the last place
+    flatbed.FlatParams(ours)

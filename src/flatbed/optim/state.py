@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
-from torch.utils.dlpack import from_dlpack
+from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined,unused-ignore]
 
 from flatbed.distributed.dense_shards import OwnRows, Sharding, is_dtensor, local_of, own_part, whole
 from flatbed.errors import FlatbedError
@@ -168,7 +168,8 @@ def own_storage(view: Tensor) -> Tensor:
     if type(view) is not Tensor or view.device.type not in ("cpu", "cuda"):
         return view
     memory = view.as_strided((view.numel(),), (1,))
-    return from_dlpack(memory).as_strided(view.shape, view.stride())
+    # `from_dlpack(memory)` would refuse memory of a GPU that is not the current one.
+    return from_dlpack(to_dlpack(memory)).as_strided(view.shape, view.stride())
 
 
 def build_slots(
