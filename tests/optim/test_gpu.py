@@ -310,8 +310,8 @@ def test_parameters_on_the_host_wait_for_the_scale() -> None:
         for p in params:
             p.grad = torch.full_like(p, scale)
         torch.cuda._sleep(100_000_000)
-        optimizer.grad_scale = torch.full((1,), scale, device=CUDA)
-        optimizer.found_inf = torch.zeros(1, device=CUDA)
+        optimizer.grad_scale = torch.full((), scale, device=CUDA)
+        optimizer.found_inf = torch.zeros((), device=CUDA)
         optimizer.step()
     assert [p.tolist() for p in params] == [[-2.0] * 8] * 2
 

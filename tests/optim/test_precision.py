@@ -211,3 +211,24 @@ def test_small_gradients_survive_unscaling(where: str) -> None:
     optimizer.step()
     assert float(optimizer.grad_norm) == 2.0**-25
     assert (p == -(2.0**-6)).all()
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float16, torch.float64])
+def test_the_default_dtype_changes_no_step(default: torch.dtype, where: str) -> None:
+    """Step counts beyond 256 are none in bf16; kernels read scale and overflow flag as fp32."""
+    ours, theirs = (nn.Parameter(torch.linspace(-1.0, 1.0, 5, device=where)) for _ in range(2))
+    torch.set_default_dtype(default)
+    try:
+        a, b = flatbed.optim.Adam([ours], lr=0.01), torch.optim.Adam([theirs], lr=0.01)
+        for step in range(300):
+            theirs.grad = torch.sin(3 * theirs.detach() + step)
+            ours.grad = theirs.grad * 2.0**16
+            a.grad_scale = torch.full((), 2.0**16, dtype=torch.float32, device=where)
+            a.found_inf = torch.full((), float(step == 7), dtype=torch.float32, device=where)
+            a.step()
+            if step != 7:
+                b.step()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert float(a.state[ours]["step"]) == 299
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)

@@ -40,7 +40,8 @@ class CacheIndex:
         self.slot_of_row = torch.full((n_rows,), -1, dtype=torch.int32, device=device)
         self.row_of_slot = torch.full((n_slots,), -1, dtype=torch.int64, device=device)
         self.stamp = torch.full((n_slots,), FREE, dtype=torch.int64, device=device)
-        self.frequency = torch.full((n_slots if policy == "lfu" else 0,), -torch.inf, device=device)
+        n_counted = n_slots if policy == "lfu" else 0
+        self.frequency = torch.full((n_counted,), -torch.inf, dtype=torch.float32, device=device)
         self.dirty = torch.zeros(n_slots, dtype=torch.int32, device=device)
         self.clock = torch.zeros(1, dtype=torch.int64, device=device)
         self.counts = torch.zeros(len(COUNTS), dtype=torch.int64, device=device)

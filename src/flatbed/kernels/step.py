@@ -321,7 +321,8 @@ class TorchStepper:
         buckets = []
         for (group, wide, fused, *_), held in kinds.items():
             # Scalars lie side by side, so that one operation reads or counts them.
-            scalars = torch.empty(len(self.rule.scalars), len(held), device=self.device)
+            dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)  # as torch's own
+            scalars = torch.empty(len(self.rule.scalars), len(held), dtype=dtype, device=self.device)
             for line, name in enumerate(self.rule.scalars):
                 for column, i in enumerate(held):
                     scalars[line, column] = self.slots[i].scalars[name]

@@ -428,7 +428,8 @@ def any_replica(flag: Tensor | None, tables: Sequence[Table]) -> Tensor | None:
     """Return an overflow flag that is set if any rank has set its own: all ranks must skip together."""
     if world_size() == 1 or not any(table.replicate for table in tables):
         return flag
-    found = torch.zeros(1, device=tables[0]._store.device) if flag is None else flag.clone()
+    device = tables[0]._store.device
+    found = torch.zeros(1, dtype=torch.float32, device=device) if flag is None else flag.clone()
     if any(table.replicate and table._shards is None for table in tables):
         found = any_rank(found)
     for channel in dict.fromkeys(table._shards.channel for table in tables if table._shards is not None):

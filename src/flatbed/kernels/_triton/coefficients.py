@@ -157,9 +157,11 @@ class Coefficients:
         self.values = torch.zeros(len(table), LINE.value, dtype=torch.float64, device=self.device)
         self._eager = self.arguments = ArgumentTables(len(table), len(groups), self.device)
         """`arguments` are the tables of this step."""
-        self._one, self._zero = torch.ones(1, device=self.device), torch.zeros(1, device=self.device)
+        # Of the dtype that a GradScaler's tensors have, whatever torch's default: launches are bound to it.
+        options: Any = {"dtype": torch.float32, "device": self.device}
+        self._one, self._zero = torch.ones(1, **options), torch.zeros(1, **options)
         self._partials = self._zero.double()[:0] if partials is None else partials
-        own = self.table, self._eager.memory, self.values, self._partials, self._one, self.step_stats
+        own = self.table, self._eager.memory, self.values, self._partials, self._one, self._zero, step_stats
         self._memory = [*own, *also_used]
         if self.device.type == "cuda":
             self._first_stream = torch.cuda.current_stream(self.device).cuda_stream

@@ -99,9 +99,11 @@ class Kernel:
             return lambda *varying: None
         if device.type != "cuda":  # the interpreter
 
-            def interpret(*varying: Any) -> None:
+            def interpret(*given: Any) -> None:
+                for own, bound in zip(given, varying, strict=True):
+                    assert not isinstance(bound, Tensor) or own.dtype == bound.dtype, (own.dtype, bound.dtype)
                 with _triton_lock:
-                    function[(n_programs,)](*fixed, *varying, *constants)
+                    function[(n_programs,)](*fixed, *given, *constants)
 
             return interpret
         index = device.index

@@ -328,9 +328,9 @@ class TritonStepper:
         self._copies = {i: _dense(slot.param) for i, slot in enumerate(slots) if has_holes(slot.param)}
         self._empty = [i for i, slot in enumerate(slots) if slot.param.numel() == 0]
         self._table, self._groups, self._partials = self._build()
-        blocks = [group.blocks for group in self._groups]
+        also_used = [*self._copies.values(), *(group.blocks for group in self._groups)]
         self._coefficients = Coefficients(
-            rule, groups, self._table, step_stats=step_stats, partials=self._partials, also_used=blocks
+            rule, groups, self._table, step_stats=step_stats, partials=self._partials, also_used=also_used
         )
         sizes: dict[int, int] = {}
         for group in self._groups:  # those of one norm class are neighbours
