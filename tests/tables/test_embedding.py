@@ -454,8 +454,20 @@ def test_default_device_is_ignored(storage: str, cache_rows: int, tmp_path: Path
         emb.table.resize(emb.num_embeddings + 5)
         optimizer.load_state_dict(optimizer.state_dict())
         emb.load_state_dict(emb.state_dict())
+        emb.table.warm([1, 2], counts=[3, 1])
+        emb.table.save(tmp_path / "saved.safetensors")
     weights = torch.ones(3, 2, device="cpu")
     assert flatbed.Embedding.from_pretrained(weights)([1]).device.type == "cpu"
+
+
+@pytest.mark.usefixtures("meta_by_default")
+def test_the_probe_of_an_optimizer_and_flat_parameters_ignore_the_default_device() -> None:
+    emb, linear = flatbed.Embedding(ROWS, DIM, device="cpu"), nn.Linear(3, 3, device="cpu")
+    flatbed.optim.from_torch(torch.optim.Adamax, emb.parameters())
+    flat = flatbed.FlatParams(linear)
+    linear(torch.ones(1, 3, device="cpu")).sum().backward()
+    assert flat.grad_norm() > 0
+    assert all(torch.equal(p.grad, torch.ones_like(p)) for p in flat.originals())
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo looks at what comes after a graph break

@@ -122,7 +122,10 @@ class Buffer:
             self.grad = torch.zeros_like(self.data)
             self.views = [own_storage(view(self.grad, segment)) for segment in self.segments]
             starts = [*(segment.offset for segment in self.segments[1:]), len(self.data)]
-            gaps = [torch.arange(s.end, start) for s, start in zip(self.segments, starts, strict=True)]
+            gaps = [
+                torch.arange(s.end, start, device="cpu")
+                for s, start in zip(self.segments, starts, strict=True)
+            ]
             self.padding = torch.cat(gaps).to(self.data.device)
 
     def bind_grads(self) -> None:

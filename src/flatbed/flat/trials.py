@@ -18,7 +18,7 @@ from flatbed.optim.from_torch import LARGE, cloned, quietly
 STEPS = 16  # some optimizers collect gradients for ten steps before they move anything
 # Parameters of different shapes, scales and norms, apart and in one buffer with as much padding.
 SPANS = (-2.0, 3.0, 5), (0.5, 0.6, 8), (0.3, 0.9, 16), (-0.3, 0.2, math.prod(LARGE))
-PARTS = tuple(torch.linspace(*span) for span in SPANS)
+PARTS = tuple(torch.linspace(*span, device="cpu") for span in SPANS)
 APART = ((5,), (2, 2, 2), (2, 2, 2, 2), LARGE)
 JOINED = ((2 * math.prod(LARGE),),)
 NORMS = 1.0, 0.2, 0.6, 0.01, 0.1  # norms of gradients rise and fall, for each parameter at another step
@@ -162,8 +162,8 @@ def twin(
 
 def element_state(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> set[str]:
     """The names of the state that holds one value per element, seen on a small parameter after a step."""
-    p = nn.Parameter(torch.tensor([0.5, -0.5]))
-    p.grad = torch.tensor([0.1, 0.2])
+    p = nn.Parameter(torch.tensor([0.5, -0.5], device="cpu"))
+    p.grad = torch.tensor([0.1, 0.2], device="cpu")
     with quietly():
         small = twin(optimizer, {**_with_lr(group), "capturable": False}, [p])
         small.step()

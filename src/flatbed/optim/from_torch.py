@@ -29,9 +29,9 @@ Run = tuple[Tensor, dict[str, Any]]
 
 @contextmanager
 def quietly(seed: int = 0, device: torch.device | None = None) -> Iterator[None]:
-    """Hide warnings and leave the random state of the process alone."""
+    """Hide warnings, leave the random state of the process alone, and ignore its default device."""
     devices = [] if device is None or device.type != "cuda" else [device]
-    with warnings.catch_warnings(), torch.random.fork_rng(devices=devices):
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=devices), torch.device("cpu"):
         warnings.simplefilter("ignore")
         torch.manual_seed(seed)
         yield
@@ -83,7 +83,7 @@ class OptimizerProbe:
 
     def __init__(self, kind: type[torch.optim.Optimizer], options: dict[str, Any]) -> None:
         self.kind, self.options = kind, options
-        self.defaults = dict(self._build(nn.Parameter(torch.zeros(SHAPE))).defaults)
+        self.defaults = dict(self._build(nn.Parameter(torch.zeros(SHAPE, device="cpu"))).defaults)
         # A warm-up's first learning rate may be 0, which would show nothing.
         self._lr: dict[str, Any] = {"lr": float(self.defaults["lr"]) or 0.01} if "lr" in self.defaults else {}
         self._no_decay: dict[str, Any] = {"weight_decay": 0.0} if "weight_decay" in self.defaults else {}
@@ -209,7 +209,7 @@ class TorchRule:
         # The optimizer creates the state of its first step, and of new rows if it counts no steps.
         if begun and (seen or self.found.numbers):
             if self._optimizer is None:
-                self._optimizer = self.kind([nn.Parameter(torch.zeros(1))], **self.options)
+                self._optimizer = self.kind([nn.Parameter(torch.zeros(1, device="cpu"))], **self.options)
             optimizer = self._optimizer
             optimizer.state = defaultdict(dict)
             optimizer.param_groups[0].update(known, params=params)

@@ -102,7 +102,8 @@ def most_used(rows: Tensor, counts: Any) -> tuple[Tensor, Tensor]:
                 f"counts are one per id, none of them negative; found {len(given)} for {len(rows)} ids, the "
                 f"smallest {float(given.min()) if len(given) else 0:g}"
             )
-        times = torch.zeros(len(unique), dtype=torch.float64).index_add_(0, which, given)
+        none = torch.zeros(len(unique), dtype=torch.float64, device="cpu")
+        times = none.index_add_(0, which, given)
     order = times.argsort(descending=True, stable=True)
     return unique[order], times[order].clamp(min=1)
 

@@ -107,7 +107,7 @@ def write(table: Table, path: Path, lockstep: Lockstep, *, name: str = "") -> di
                 "process_group and mesh"
             )
         shared = (shards.channel, lockstep)
-    buffer = torch.empty(0, dtype=torch.uint8)  # for all copies: new ones would fragment memory
+    buffer = torch.empty(0, dtype=torch.uint8, device="cpu")  # for all copies: new ones would fragment memory
     with (
         writing(path, entries, metadata, shared) as writer,
         progress(f"saving {path.name}", table.num_embeddings, "rows") as advance,
@@ -117,7 +117,8 @@ def write(table: Table, path: Path, lockstep: Lockstep, *, name: str = "") -> di
         for rows, records, n_done in _rows(table) if shards is None else _segments(table, shards, writer):
             for field in record.fields:
                 nbytes = len(rows) * field.nbytes
-                buffer = buffer if len(buffer) >= nbytes else torch.empty(nbytes, dtype=torch.uint8)
+                if len(buffer) < nbytes:
+                    buffer = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
                 values = buffer[:nbytes].view(field.dtype).view(len(rows), field.count)
                 values.copy_(record.view(records, field.name))
                 writer.write(_tensor(name, field.name), rows.start * field.nbytes, values)
@@ -172,7 +173,7 @@ def _segments(table: Table, shards: RowShards, writer: Writer) -> Iterator[tuple
     rank, n_ranks = shards.rank, shards.n_ranks
     n_most = min(max(1, SEGMENT_BYTES // nbytes), -(-shards.n_rows // n_ranks))
     # Buffers for all windows: new ones would fragment memory.
-    buffers = torch.empty((2, n_most, nbytes), dtype=torch.uint8)
+    buffers = torch.empty((2, n_most, nbytes), dtype=torch.uint8, device="cpu")
     for start in range(0, shards.n_rows, n_ranks * n_most):
         window = range(start, min(start + n_ranks * n_most, shards.n_rows))
         length = -(-len(window) // n_ranks)
