@@ -391,3 +391,16 @@ def test_a_model_on_a_gpu_that_is_not_the_current_one(flat: bool) -> None:
         optimizer.zero_grad()
     assert torch.cuda.current_device() == 0
     assert not torch.equal(model.weight, before)
+
+
+def test_a_state_dict_in_pinned_memory_may_be_overwritten_once_it_is_loaded() -> None:
+    p = nn.Parameter(torch.ones(1 << 20, device=CUDA))
+    optimizer = flatbed.optim.Adam([p])
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    held = optimizer.state_dict()
+    moment = held["state"][0]["exp_avg"] = torch.full(p.shape, 2.0).pin_memory()
+    torch.cuda._sleep(100_000_000)
+    optimizer.load_state_dict(held)
+    moment.zero_()
+    assert (optimizer.state[p]["exp_avg"] == 2.0).all()

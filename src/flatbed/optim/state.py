@@ -155,7 +155,7 @@ def _is_negative_zero(tensor: Tensor) -> bool:
 
 def _filled(tensor: Tensor, value: Tensor | float) -> Tensor:
     if isinstance(value, Tensor):
-        return tensor.copy_(value, non_blocking=tensor.is_cuda)
+        return tensor.copy_(value)  # waits for pinned memory, which the caller may write to again
     return tensor.fill_(value)
 
 
