@@ -447,6 +447,25 @@ def test_an_interruption_before_a_replay_takes_nothing_back(
     assert cached_rows(emb) == {*range(1, 9)}
 
 
+@pytest.mark.usefixtures("kernel_device")
+@interpreted
+def test_memory_of_a_deleted_cache_waits_for_the_streams_that_used_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stream "files" may still fill slots when a model is deleted."""
+    cache = cache_of(made(100, 40, storage="disk", path=tmp_path / "t.bed"))
+    used: list[tuple[int, Any]] = []
+    monkeypatch.setattr(Tensor, "record_stream", lambda self, stream: used.append((self.data_ptr(), stream)))
+    monkeypatch.setattr(cache, "device", torch.device("cuda", 0))
+    streams = [mock.MagicMock(), mock.MagicMock()]
+    for stream in (*streams, *streams):
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device, stream=stream: stream)
+        with cache.lock, cache._ordered():
+            pass
+    for tensor in (cache.records, cache.index.slot_of_row, cache.index.dirty, cache.index.clock):
+        assert [stream for address, stream in used if address == tensor.data_ptr()] == streams
+
+
 def test_reserved_rows_stay_until_they_are_released(tmp_path: Path) -> None:
     emb = made(100, 12, storage="disk", path=tmp_path / "table")
     cache = cache_of(emb)

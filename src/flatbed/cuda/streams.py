@@ -52,8 +52,8 @@ a query of the GPU, 50 to 70 µs per step on a slow host. So batches that the tr
 Other memory needs it: batches that a loader thread allocates in "batches", for training; their ids, or those
 of a list of GPU tensors, for "decisions" and "files"; decisions of "files", for training; batches of a loop
 that uses several streams; what a loop that is left has in flight; blocks of `topk`, rows of a `RowReader`,
-and coefficients of an optimizer that is used in another stream. Staging memory is pinned by torch's
-allocator, which keeps a block until its copy is done.
+coefficients of an optimizer that is used in another stream, and a `HostCopyCache`, once for each stream.
+Staging memory is pinned by torch's allocator, which keeps a block until its copy is done.
 
 CUDA graphs of the user are captured in the user's stream. Once a graph has captured a lookup with its
 admission, the table's rows are no longer prefetched to the GPU: see `tables.cache.gpu`. Graphs of the

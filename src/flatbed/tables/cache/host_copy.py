@@ -87,6 +87,7 @@ class HostCopyCache(Cache):
         self._live: set[Reservation] = set()
         self._released: deque[tuple[Reservation, torch.cuda.Event | None]] = deque()
         self._last: torch.cuda.Event | None = None  # end of the last access
+        self._streams: set[torch.cuda.Stream] = set()  # those of all accesses
         self._unmoved: Unmoved | None = None
         self._kernels: ModuleType | None = None
         self.location: RecordLocation | None = None  # without a memory: kernels get cached rows only
@@ -108,6 +109,8 @@ class HostCopyCache(Cache):
         stream = torch.cuda.current_stream(self.device) if on_gpu else None
         if stream is not None and self._last is not None:
             stream.wait_event(self._last)
+        if stream is not None and stream not in self._streams:
+            self._keep_memory(stream)
         try:
             if self.index.is_clearing:
                 self._clear()
@@ -117,6 +120,15 @@ class HostCopyCache(Cache):
         finally:
             if stream is not None:
                 self._last = stream.record_event()
+
+    def _keep_memory(self, stream: torch.cuda.Stream) -> None:
+        """Keep the memory of a cache that is deleted until a stream has used it."""
+        self._streams.add(stream)
+        index = self.index
+        maps = index.slot_of_row, index.row_of_slot, index.stamp, index.frequency, index.dirty
+        on_device = () if self._kernels is None else (*maps, index.clock, index.counts)
+        for tensor in (self.records, *on_device):
+            tensor.record_stream(stream)  # type: ignore[arg-type,unused-ignore]
 
     # ---- admission and reservations
 
