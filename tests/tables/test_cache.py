@@ -447,8 +447,7 @@ def test_an_interruption_before_a_replay_takes_nothing_back(
     assert cached_rows(emb) == {*range(1, 9)}
 
 
-@pytest.mark.usefixtures("kernel_device")
-@interpreted
+@pytest.mark.usefixtures("interpreted")
 def test_memory_of_a_deleted_cache_waits_for_the_streams_that_used_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
