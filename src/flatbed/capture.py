@@ -6,7 +6,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch.utils._pytree import (
     tree_unflatten,
 )
 
-from flatbed.cuda.streams import stream_for
+from flatbed.cuda.streams import relaxed_capture, stream_for
 from flatbed.data.batches import as_tensor
 from flatbed.distributed.dense_shards import local_of
 from flatbed.errors import FlatbedError
@@ -104,6 +104,11 @@ class StepGraph:
     """In pinned memory: for each check the first position out of range, which every replay writes."""
     replayed: deque[torch.cuda.Event]
     """After the last replay, and after the one before it."""
+
+    def __del__(self) -> None:
+        """Wait for the last replay, since it may still write `positions`, whose memory is used again."""
+        with suppress(RuntimeError), relaxed_capture():
+            self.replayed[0].synchronize()
 
 
 class CapturedStep:

@@ -267,6 +267,20 @@ def test_an_error_in_a_warm_up_leaves_streams_in_order(monkeypatch: pytest.Monke
     assert last == (current, side)
 
 
+def test_a_step_that_is_dropped_waits_for_its_last_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The replay writes to pinned memory, which torch hands out again."""
+    record_graphs(monkeypatch)
+    waits: list[Any] = []
+    monkeypatch.setattr(NoStream, "synchronize", lambda event: waits.append(event))
+    step = flatbed.capture(lambda x: x + 1, torch.zeros(2))
+    for _ in range(5):
+        step(torch.zeros(2))
+    last = step._graph.replayed[0]
+    waits.clear()
+    del step
+    assert waits == [last]
+
+
 class ChangesIds(Model):
     """Changes its ids in place before the lookup."""
 
