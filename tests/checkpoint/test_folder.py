@@ -469,16 +469,23 @@ def test_a_folder_without_a_checkpoint_is_told_from_a_damaged_one(tmp_path: Path
     load_checkpoint(tmp_path, model, optimizer, scheduler=scheduler, rng=True)
 
 
-def test_rows_of_another_folder_are_told_before_training_begins_again(tmp_path: Path) -> None:
+def test_rows_of_another_folder_do_not_begin_a_run(tmp_path: Path) -> None:
+    """After a mistyped name, a program that catches FileNotFoundError would train them on."""
     model, optimizer = build(tmp_path)
     step(model, optimizer, 1)
-    with pytest.raises(FileNotFoundError):  # no warning: nothing was saved
+    with pytest.raises(FileNotFoundError):  # nothing was saved
         load_checkpoint(tmp_path / "run", model, optimizer)
     save_checkpoint(tmp_path / "run", model, optimizer)
     close(model)
     model, optimizer = build(tmp_path)
-    warns = pytest.warns(UserWarning, match=r"1\.bed .* has the rows of one: load the folder")
-    with warns, pytest.raises(FileNotFoundError):
+    with pytest.raises(FlatbedError, match=r"1\.bed .* has the rows of one, in .*run: load") as caught:
+        load_checkpoint(tmp_path / "rum", model, optimizer)
+    assert not isinstance(caught.value, FileNotFoundError)
+    for table in flatbed.tables(model):
+        if table.storage == "disk":
+            with pytest.warns(UserWarning, match="cannot be loaded any more"):
+                table.checkpoint()
+    with pytest.raises(FileNotFoundError):  # the rows are a run's own
         load_checkpoint(tmp_path / "rum", model, optimizer)
     close(model)
 

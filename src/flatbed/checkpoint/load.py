@@ -100,7 +100,7 @@ def load_checkpoint(
         try:
             path, manifest = _enter_version(folder, lockstep, undo)
         except NoCheckpointError:
-            _warn_of_other_rows(folder, training)
+            _refuse_other_rows(folder, training)
             raise
         check_files(path, manifest, rank(), world_size())
         of_model = _model_part(path, manifest, training)
@@ -164,15 +164,18 @@ def _enter_version(folder: Path, lockstep: Lockstep, undo: ExitStack) -> tuple[P
     return path, manifest
 
 
-def _warn_of_other_rows(folder: Path, training: Training) -> None:
-    """Warn of disk tables with rows of another folder. A program that catches the error would train on."""
+def _refuse_other_rows(folder: Path, training: Training) -> None:
+    """Raise for disk tables with rows of another folder.
+
+    Not `NoCheckpointError`: a program that catches it would train these rows with other weights.
+    """
     for name, table in training.tables.items():
         if table._store.belongs_to_folder:
-            path = table._store.config.path
-            warnings.warn(
-                f"{folder} holds no checkpoint, but {path} (table {name}) has the rows of one: load the "
-                "folder that was saved with it, or delete the file to start again",
-                stacklevel=3,
+            path, own = table._store.config.path, table._store.folder()
+            raise FlatbedError(
+                f"{folder} holds no checkpoint, but {path} (table {name}) has the rows of one"
+                f"{'' if own is None else f', in {own}'}: load the folder that was saved with it. To start "
+                "again, delete the file; to use its rows with another folder, call table.checkpoint() first"
             )
 
 

@@ -384,7 +384,7 @@ class RowStore:
 
         `after` says what changes it, and what to do; a save to that `folder` itself replaces the checkpoint.
         """
-        own = self._folder()
+        own = self.folder()
         if own is not None and (folder is None or os.path.realpath(own) != os.path.realpath(folder)):
             warnings.warn(
                 f"{self.config.path}{f' (table {name})' if name else ''} has the rows of the checkpoint "
@@ -392,7 +392,7 @@ class RowStore:
                 stacklevel=3,
             )
 
-    def _folder(self) -> Path | None:
+    def folder(self) -> Path | None:
         """Return the folder whose valid checkpoint a disk table has the rows of; None if there is none."""
         if self._file is None or not {"decision", "token"} <= self._file.meta.keys():
             return None
@@ -404,7 +404,7 @@ class RowStore:
 
     def check_loaded(self, name: str, folder: Path) -> None:
         """Raise if a save would replace a checkpoint of which only the rows of this table go on."""
-        own = self._folder() if self._is_unloaded else None
+        own = self.folder() if self._is_unloaded else None
         if own is not None and os.path.realpath(own) == os.path.realpath(folder):
             raise FlatbedError(
                 f"{self.config.path} (table {name}) was opened with the rows of the checkpoint in {folder}, "
