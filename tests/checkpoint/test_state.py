@@ -77,8 +77,8 @@ def test_scheduler_without_its_state_raises(tmp_path: Path) -> None:
     ):
         with pytest.raises(FlatbedError, match=words):
             load_checkpoint(tmp_path / folder, model, optimizer, **given)
-    for wrong in (optimizer, model, {"last_epoch": 3}):
-        with pytest.raises(TypeError, match=r"scheduler .*must have state_dict.*found"):
+    for wrong in (optimizer, model, {"last_epoch": 3}, lr_scheduler.StepLR):
+        with pytest.raises(TypeError, match=r"scheduler .*objects with state_dict.*found"):
             save_checkpoint(tmp_path / "one", model, optimizer, scheduler=[wrong])
 
 

@@ -7,6 +7,8 @@ import gc
 import pickle
 import weakref
 from collections.abc import Callable, Iterable
+from itertools import chain
+from operator import is_
 from typing import Any
 
 import numpy as np
@@ -199,6 +201,20 @@ def test_a_module_and_named_parameters_give_names() -> None:
     for source in (model, model.named_parameters()):
         optimizer = flatbed.optim.Adam(source)
         assert optimizer.param_groups[0]["param_names"] == [name for name, _ in model.named_parameters()]
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_modules_in_groups(named: bool) -> None:
+    body, head, late = nn.Linear(3, 2), nn.Linear(2, 1), nn.Linear(1, 1)
+    first = body if named else body.parameters()
+    optimizer = flatbed.optim.Adam([{"params": first}, {"params": head, "lr": 0.5}])
+    optimizer.add_param_group({"params": late})
+    groups = optimizer.param_groups
+    assert all(
+        map(is_, chain(*(group["params"] for group in groups)), nn.Sequential(body, head, late).parameters())
+    )
+    assert [group.get("param_names") for group in groups] == [["weight", "bias"] if named else None] * 3
+    assert groups[1]["lr"] == 0.5
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

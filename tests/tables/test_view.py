@@ -25,6 +25,14 @@ def made(storage: str = "host", folder: Path | None = None, **options: Any) -> f
     return flatbed.Embedding(ROWS, DIM, **storage_options(storage, folder), **options)
 
 
+def test_sizes_are_torchs() -> None:
+    emb = made()
+    for weight in (emb.weight, emb.weight.detach(), emb.weight[2:], emb.state_dict()["weight"], emb.table):
+        for size in (weight.shape, weight.size()):
+            assert type(size) is torch.Size
+            assert size.numel() == weight.numel()
+
+
 WRITES: dict[str, Callable[[Tensor], Any]] = {
     "fill_": lambda w: w.fill_(2),
     "init": lambda w: nn.init.constant_(w, 2.0),

@@ -97,7 +97,7 @@ def _in_checkpoint(folder: Path, name: str | None) -> Iterator[Path]:
             own = manifest["paths"].get(wanted[0], "PATH")
             raise FlatbedError(
                 f"the rows of {wanted[0]} are not in {version}, but in the table's own file, {own}: "
-                f"flatbed.load_table({own!r}), or save with copy_disk_tables=True, if ranks share the table"
+                f"flatbed.load_table({own!r}), or save with copy_disk_tables=True"
             )
         if file in manifest["files"]:
             check_tensors(version / file, manifest["files"][file])

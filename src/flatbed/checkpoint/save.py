@@ -51,6 +51,8 @@ class Training:
             raise TypeError(f"model must be a torch.nn.Module; found {type(model).__name__}")
         optimizers, schedulers = _several(optimizer), _several(scheduler)
         scalers = () if scaler is None else (scaler,)
+        if len(set(map(id, optimizers))) < len(optimizers):
+            raise ValueError(f"found an optimizer twice among {len(optimizers)}: give each of them once")
         for one in optimizers:
             if not isinstance(one, Optimizer):
                 raise TypeError(
@@ -58,10 +60,12 @@ class Training:
                     f"(there are scheduler=, scaler= and, for what JSON can hold, extra={{…}})"
                 )
         for one in (*schedulers, *scalers):
-            if isinstance(one, Optimizer | nn.Module) or not hasattr(one, "load_state_dict"):
+            is_class = isinstance(one, type)
+            if is_class or isinstance(one, Optimizer | nn.Module) or not hasattr(one, "load_state_dict"):
+                found = f"the class {one.__name__}" if is_class else type(one).__name__
                 raise TypeError(
-                    f"scheduler and scaler must have state_dict and load_state_dict, and be no model or "
-                    f"optimizer; found {type(one).__name__}"
+                    "scheduler and scaler must be objects with state_dict and load_state_dict, and no model "
+                    f"or optimizer; found {found}"
                 )
         tables = dict(named_tables(model))
         known = {id(table) for table in tables.values()}
@@ -83,7 +87,7 @@ class Training:
 def _several(given: Any) -> tuple[Any, ...]:
     if given is None:
         return ()
-    return tuple(given) if isinstance(given, Iterable) else (given,)
+    return tuple(given) if isinstance(given, Iterable) and not isinstance(given, Mapping) else (given,)
 
 
 def save_checkpoint(

@@ -126,6 +126,11 @@ class Optimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with options of their own."""
         n_before = len(self.param_groups)
+        module = param_group.get("params") if isinstance(param_group, dict) else None
+        if isinstance(module, nn.Module):  # with names, unless other groups have none
+            has_names = not n_before or "param_names" in self.param_groups[0]
+            params = module.named_parameters() if has_names else module.parameters()
+            param_group = {**param_group, "params": list(params)}
         # torch's decorator, which dynamo needs only while it traces, imports dynamo: a second at every start.
         inspect.unwrap(torch.optim.Optimizer.add_param_group)(self, param_group)
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -277,8 +278,7 @@ class SavedWeight(GuardedTensor):
         with torch._C.DisableTorchFunctionSubclass():
             if func in DETACHING:
                 return cls._part(result, source, is_detached=True)
-            return tree_map_only(
-                Tensor,
+            return _map_tensors(
                 lambda one: (
                     one.as_subclass(Tensor)
                     if source is None or not _shared(one, first)
@@ -414,4 +414,9 @@ def _wrapped(result: Any, view: WeightView, *, detached: bool) -> Any:
         return plain
 
     with torch._C.DisableTorchFunctionSubclass():
-        return tree_map_only(Tensor, wrap, result)
+        return _map_tensors(wrap, result)
+
+
+def _map_tensors(function: Callable[[Tensor], Tensor], result: Any) -> Any:
+    """Replace the tensors of a result. A size stays one, where `tree_map_only` would return a tuple."""
+    return result if isinstance(result, torch.Size) else tree_map_only(Tensor, function, result)

@@ -262,6 +262,8 @@ def opened(path: Path) -> Iterator[Any]:
     """Open a file with the library's reader."""
     import safetensors
 
+    if path.is_dir():
+        raise FlatbedError(f"{path} is a folder without a checkpoint: give a file in it")
     if not path.is_file():
         raise FlatbedError(f"{path} is missing, or no file: check the path")
     with ExitStack() as stack:

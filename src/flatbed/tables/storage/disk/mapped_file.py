@@ -207,7 +207,8 @@ def lock_table(file: FileIO, path: Path) -> None:
     if not is_locked:
         raise FlatbedError(
             f"{path} is open already, in this process or in another one; a table on disk has one user at a "
-            "time: close it there first, or read it beside that one by load_table(path, read_only=True)"
+            "time: close it there first (table.close()), or read it beside that one by "
+            "load_table(path, read_only=True)"
         )
     if not path.exists() or not os.path.samestat(os.fstat(file.fileno()), path.stat()):
         raise FlatbedError(f"{path} was replaced while it was being opened; try again")
