@@ -244,8 +244,10 @@ def disk_tables_stay_in_their_files(folder: Path) -> None:
     flatbed.load_checkpoint(place / "run", model, optimizers)
     assert difference(contents(model), saved) is None
     assert (place / name).stat().st_size == size
-    with pytest.raises(FileNotFoundError, match="holds no checkpoint"):  # on all ranks
+    with pytest.raises(flatbed.FlatbedError, match=r"holds no checkpoint, but .* in .*run:"):  # on all ranks
         flatbed.load_checkpoint(place / "none", model, optimizers)
+    with pytest.raises(FileNotFoundError, match="holds no checkpoint"):
+        flatbed.load_checkpoint(place / "none", nn.Linear(1, 1))
     with pytest.raises(ValueError, match=r"keep=2.*copy_disk_tables"):
         flatbed.save_checkpoint(place / "run", model, optimizers, keep=2)
     with warnings.catch_warnings(record=True) as caught:
