@@ -295,11 +295,39 @@ def pipeline_stages(_: Path) -> None:
     squares = sum((3 + r) * (3 * r * r + 1) for r in range(1, world))
     torch.testing.assert_close(optimizer.grad_norm, torch.tensor(float(squares)).sqrt())
     assert_equal_on_all_ranks(optimizer.grad_norm)
-    optimizer.found_inf = torch.tensor(float(rank == 1))
     before = layer.weight.detach().clone()
     layer(torch.ones(1, 3)).sum().backward()
+    optimizer.found_inf = torch.tensor(float(rank == 1))  # a GradScaler would scale differently on rank 1
+    assert_raises(optimizer.step, "overflowed on some ranks only")
+    optimizer.found_inf = torch.tensor(1.0)
     optimizer.step()
     assert torch.equal(before, layer.weight), "an overflow of one stage stops all"
+
+
+def scaled_pipeline_stages(_: Path) -> None:
+    """Loss scaling with stages without gradients, and with stages on several meshes."""
+    rank = dist.get_rank()
+    for options in ({"max_norm": 1.0, "skip_nonfinite": True}, {}):
+        p = nn.Parameter(torch.ones(1))
+        optimizer = flatbed.optim.SGD([p], lr=0.1, norm_group=dist.group.WORLD, **options)
+        optimizer.grad_scale, optimizer.found_inf = torch.tensor(4.0), torch.zeros(())
+        for grad in (2.0, float("inf")):
+            p.grad = torch.full((1,), 4 * grad) if rank == 1 else None
+            optimizer.step()
+            if options:
+                assert float(optimizer.grad_norm) == grad
+                assert_equal_on_all_ranks(optimizer.skipped_steps)
+        assert int(optimizer.skipped_steps) == len(options) // 2
+    params = []
+    for name in ("a", "b") if rank == 0 else ("a",):
+        mesh = DeviceMesh("cpu", [rank], mesh_dim_names=(name,), _init_backend=False)
+        params.append(nn.Parameter(DTensor.from_local(torch.ones(2), mesh, [Replicate()], run_check=False)))
+    optimizer = flatbed.optim.SGD(params, lr=0.1, max_norm=1.0, norm_group=dist.group.WORLD)
+    for param in params:
+        param.grad = shard_like(param, torch.ones(2))
+    optimizer.found_inf = torch.zeros(())
+    optimizer.step()
+    assert_equal_on_all_ranks(optimizer.grad_norm)
 
 
 # ---- options
@@ -477,7 +505,8 @@ def bad_input(_: Path) -> None:
 
 SCENARIOS = [
     *(every_optimizer_is_that_of_plain_shards, steps_are_torchs, norms_are_those_of_whole_gradients),
-    *(norms_of_large_shards, collectives_are_for_norms_only, pipeline_stages, averages),
+    *(norms_of_large_shards, collectives_are_for_norms_only, pipeline_stages, scaled_pipeline_stages),
+    averages,
     *(overflow_on_one_rank, overflow_on_one_mesh),
     *(other_ways_to_train, sums_that_are_not_reduced, parameters_replaced_by_a_framework, bad_input),
 ]

@@ -29,7 +29,16 @@ from flatbed.distributed.dense_shards import (
 )
 from flatbed.errors import FlatbedError
 from flatbed.kernels import use_triton
-from flatbed.kernels.step import NORM, STEPS, Grads, ParamSlot, Scaling, Stepper, TorchStepper, stride_of
+from flatbed.kernels.step import (
+    STEPS,
+    Grads,
+    ParamSlot,
+    Scaling,
+    Stepper,
+    TorchStepper,
+    begin_step,
+    stride_of,
+)
 from flatbed.optim.options import Groups
 from flatbed.optim.state import build_slots, publish_state
 from flatbed.optim.table_step import TableStepper
@@ -353,10 +362,10 @@ def update_all(optimizer: Optimizer, plan: Plan, table_steppers: list[TableStepp
     if not (owners or table_steppers):
         optimizer._refuse_replaced_params()
     steppers: list[Stepper] = [*table_steppers, *plan.steppers]
-    if not steppers and not (options.needs_norm and plan.shard_groups.many):
-        return
     scale, found_inf = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
     has_scaling = scale is not None or found_inf is not None
+    if not steppers and not (plan.shard_groups.many and (options.needs_norm or has_scaling)):
+        return
     scaling = Scaling(scale, _found_by_any_rank(optimizer, plan, found_inf)) if has_scaling else None
     squares: Tensor | None = None  # a single stepper of one class has its own
     if options.needs_norm:
@@ -367,7 +376,9 @@ def update_all(optimizer: Optimizer, plan: Plan, table_steppers: list[TableStepp
         elif table_steppers or len(held) > 1:
             squares = torch.cat([values.to(held[0].device) for values in held])
     if not steppers and squares is not None:  # only other ranks have gradients, and wait for the norm
-        optimizer._stats.of("params", [squares.device])[squares.device][NORM] = squares.sum().sqrt()
+        stats = optimizer._stats.of("params", [squares.device])[squares.device]
+        here = None if scaling is None else scaling.to(squares.device)
+        begin_step(options, here, squares.sum().sqrt().float(), stats)
     for stepper in steppers:
         of_all = None if squares is None else squares.to(stepper.device)
         stepper.update(options, None if scaling is None else scaling.to(stepper.device), of_all)
@@ -390,7 +401,8 @@ def _found_by_any_rank(optimizer: Optimizer, plan: Plan, found_inf: Tensor | Non
     if found_inf is None or not plan.shard_groups.many:
         return found_inf
     found = plan.shard_groups.any(found_inf)
-    if plan.has_several_meshes:
+    # Not by the meshes of this rank alone if stages share a norm: other stages may have more or fewer.
+    if plan.has_several_meshes or optimizer._norm_group is not None:
         found_by_all = 1 - plan.shard_groups.any(1 - found_inf)
         if bool(found != found_by_all):
             raise FlatbedError(
