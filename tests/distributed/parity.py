@@ -309,7 +309,35 @@ def overflows(_: Path) -> None:
         assert model.items.table.scalars() == {"step": 3.0}
 
 
-SCENARIOS = [sharded_tables, replicas, beside_dense_layers, interpreted_caches, overflows]
+def norms_of_pipeline_stages(_: Path) -> None:
+    """Tables that all stages share count once; a table of one stage counts, too, also in steps without it."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    p = nn.Parameter(torch.zeros(1))
+    options: dict[str, Any] = {"max_norm": 8.0, "norm_group": dist.group.WORLD}
+    for shard in ("row", None):
+        emb = flatbed.Embedding(ROWS, DIM, shard=shard)
+        optimizer = flatbed.optim.SGD([emb.table, p], lr=0.1, **options)
+        emb(torch.tensor([rank])).sum().backward()
+        p.grad = torch.full((1,), 2.0)
+        optimizer.step()
+        expected = torch.tensor(world * DIM / world**2 + world * 4.0).sqrt()
+        torch.testing.assert_close(optimizer.grad_norm, expected)
+        assert_equal_on_all_ranks(optimizer.grad_norm)
+    own = flatbed.Embedding(ROWS, DIM, replicate=False)
+    optimizer = flatbed.optim.SGD([p] if rank else own, lr=0.1, **options)
+    for step in range(3):
+        optimizer.zero_grad()
+        if rank == 0 and step > 0:
+            own(torch.tensor([1])).sum().backward()
+        p.grad = torch.full((1,), 2.0)
+        optimizer.step()
+        expected = torch.tensor((step > 0) * DIM + (world - 1) * 4.0).sqrt()
+        torch.testing.assert_close(optimizer.grad_norm, expected)
+
+
+SCENARIOS = [
+    *(sharded_tables, replicas, beside_dense_layers, interpreted_caches, overflows, norms_of_pipeline_stages),
+]
 
 if __name__ == "__main__":
     main(SCENARIOS)

@@ -30,6 +30,9 @@ from flatbed.distributed.dense_shards import (
 from flatbed.errors import FlatbedError
 from flatbed.kernels import use_triton
 from flatbed.kernels.step import (
+    NORM,
+    SKIP,
+    SKIPPED,
     STEPS,
     Grads,
     ParamSlot,
@@ -77,6 +80,17 @@ class StepStats:
     def _all(self) -> list[Tensor]:
         """All vectors, those of parameters first."""
         return [vector for kind in sorted(self._vectors) for vector in self._vectors[kind].values()]
+
+    def count_without_params(self, vector: Tensor) -> None:
+        """Count a step of tables alone in the statistics of parameters, which users read.
+
+        Those of another device stay as they are: a step would have to wait for it.
+        """
+        held = self._vectors.get("params", {}).get(vector.device)
+        if held is not None:
+            held[NORM] = vector[NORM]
+            held[STEPS] += 1
+            held[SKIPPED] += vector[SKIP]
 
     @property
     def latest(self) -> Tensor | None:
@@ -382,6 +396,8 @@ def update_all(optimizer: Optimizer, plan: Plan, table_steppers: list[TableStepp
     for stepper in steppers:
         of_all = None if squares is None else squares.to(stepper.device)
         stepper.update(options, None if scaling is None else scaling.to(stepper.device), of_all)
+    if table_steppers and not plan.steppers:
+        optimizer._stats.count_without_params(table_steppers[0].step_stats)
     if plan.pieces:
         exchange_pieces(plan.pieces, optimizer._peers)
     if owners:

@@ -9,11 +9,12 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from flatbed.cuda.streams import is_capturing
 from flatbed.distributed.channel import Channel
-from flatbed.distributed.ranks import world_size
+from flatbed.distributed.ranks import rank, world_size
 from flatbed.errors import FlatbedError
 from flatbed.kernels import RecordLocation, use_triton
 from flatbed.kernels.step import SKIP, STEPS, Scaling, StepOptions, Update, begin_step, update_rows
@@ -48,13 +49,19 @@ class TableStepper:
     """Updates the rows of the tables that compute on one device."""
 
     def __init__(
-        self, rule: Rule, groups: Sequence[Group], tables: list[OwnedTable], step_stats: Tensor
+        self,
+        rule: Rule,
+        groups: Sequence[Group],
+        tables: list[OwnedTable],
+        step_stats: Tensor,
+        norm_group: Any = None,
     ) -> None:
         self.rule = rule
         self.groups = groups
         self.tables = tables
         self.step_stats = step_stats
         self.device = step_stats.device
+        self._norm_ranks = {rank()} if norm_group is None else {*dist.get_process_group_ranks(norm_group)}
         for owned in tables:
             _check_fields(rule, owned, groups[owned.group])
         self._kernels: TritonRows | None = None
@@ -72,19 +79,27 @@ class TableStepper:
         return self._kernels is not None and self._kernels.coefficients.captured
 
     def squares(self) -> dict[int, Tensor]:
-        """Return a vector whose sum is the squared norm, the same on ranks of sharded tables."""
-        whole: list[Tensor] = []
+        """Return a vector whose sum is the squared norm, the same on ranks of sharded tables.
+
+        The ranks of a `norm_group` add up their sums. Each counts a part of a table that several share.
+        """
+        own: list[Tensor] = []
+        replicas: list[Tensor] = []
         sharded: dict[Channel, list[Tensor]] = {}
         for owned in self.tables:
             shards = owned.table._shards
             if owned.pack is not None:
-                held = whole if shards is None else sharded.setdefault(shards.channel, [])
+                held = replicas if owned.table.replicate and len(self._norm_ranks) > 1 else own
+                held = held if shards is None else sharded.setdefault(shards.channel, [])
                 held.append(owned.pack.grads)
-        found = [self._squares(whole)]
+        found = [self._squares(own)]
+        if replicas:
+            found.append(self._squares(replicas) / len(self._norm_ranks))
         for channel, grads in sharded.items():
-            own = self._squares(grads).sum()
-            found.append(channel.gather(own, doing="the norm of gradients").flatten())
-        return {0: torch.cat(found) if sharded else found[0]}
+            sums = channel.gather(self._squares(grads).sum(), doing="the norm of gradients").flatten()
+            n_sharing = len(self._norm_ranks.intersection(channel.ranks))
+            found.append(sums if n_sharing == 1 else sums / n_sharing)
+        return {0: found[0] if len(found) == 1 else torch.cat(found)}
 
     def _squares(self, grads: list[Tensor]) -> Tensor:
         square = _squared_norm if self._kernels is None else self._kernels.sum_squares
@@ -369,6 +384,6 @@ class OptimizerTables:
             by_device.setdefault(owned.table._store.device, []).append(owned)
         vectors = owner._stats.of("tables", by_device)
         self._steppers = [
-            TableStepper(owner._rule, owner.param_groups, tables, vectors[device])
+            TableStepper(owner._rule, owner.param_groups, tables, vectors[device], owner._norm_group)
             for device, tables in by_device.items()
         ]
