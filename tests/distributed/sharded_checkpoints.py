@@ -332,9 +332,14 @@ def a_rank_with_another_model(folder: Path) -> None:
     """A pipeline stage, for example: the first rank would write its own alone."""
     world, rank = world_and_rank()
     place = meeting_place(folder)
-    for other in (nn.Sequential(nn.Identity(), nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 3))):
+    others = (
+        nn.Sequential(nn.Identity(), nn.Linear(2, 2)),
+        nn.Sequential(nn.Linear(2, 3)),
+        nn.Sequential(nn.Linear(2, 2, bias=False)),
+    )
+    for other in others:
         model = other if 0 < rank == world - 1 else nn.Sequential(nn.Linear(2, 2))
-        message = rf"weight' of rank {world - 1}.* not that of the first"
+        message = rf"(weight|bias)' of rank {world - 1}.* not that of the first"
         if world > 1:
             with pytest.raises(flatbed.FlatbedError, match=message):
                 flatbed.save_checkpoint(place / "run", model)

@@ -260,16 +260,17 @@ class Version:
             self.manifest["files"][OPTIMIZERS] = zlib.crc32(text.encode())
 
     def _check_shared(self, tensors: Mapping[str, Tensor]) -> None:
-        """Raise if this rank's model has tensors that the first rank, which writes for all, does not have."""
+        """Raise if this rank's model has other tensors than the first rank, which writes for all."""
         shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
         self.lockstep.meet()
         written = json.loads(self.lockstep.of_first(json.dumps(shapes if self.lockstep.first else {})))
-        for name, shape in shapes.items():
-            if written.get(name) != shape:
+        for name in {**shapes, **written}:
+            own, first = (f"shape {held[name]}" if name in held else "none" for held in (shapes, written))
+            if own != first:
                 raise FlatbedError(
-                    f"'{name}' of rank {rank()} has shape {shape}, and is not that of the first rank, which "
-                    "saves what all ranks share: save models that differ, as pipeline stages do, with "
-                    "torch.distributed.checkpoint"
+                    f"'{name}' of rank {rank()} has {own}, and is not that of the first rank, which has "
+                    f"{first} and saves what all ranks share: save models that differ, as pipeline stages "
+                    "do, with torch.distributed.checkpoint"
                 )
 
     def _write_tensors(self, name: str, packer: Packer) -> None:
