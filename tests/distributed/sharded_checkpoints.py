@@ -345,6 +345,8 @@ def a_rank_with_another_model(folder: Path) -> None:
                 flatbed.save_checkpoint(place / "run", model)
         dist.barrier()
         assert not list((place / "run").glob("v*"))
+    model = nn.Sequential() if 0 < rank == world - 1 else nn.Sequential(nn.Linear(2, 2))
+    flatbed.save_checkpoint(place / "run", model)  # as FSDP1 with `rank0_only`
 
 
 def a_rank_that_fails_to_load(folder: Path) -> None:

@@ -260,11 +260,14 @@ class Version:
             self.manifest["files"][OPTIMIZERS] = zlib.crc32(text.encode())
 
     def _check_shared(self, tensors: Mapping[str, Tensor]) -> None:
-        """Raise if this rank's model has other tensors than the first rank, which writes for all."""
+        """Raise if this rank's model has other tensors than the first rank, which writes for all.
+
+        It may have none: FSDP1 with `rank0_only` gives them to the first rank alone.
+        """
         shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
         self.lockstep.meet()
         written = json.loads(self.lockstep.of_first(json.dumps(shapes if self.lockstep.first else {})))
-        for name in {**shapes, **written}:
+        for name in {**shapes, **written} if shapes else ():
             own, first = (f"shape {held[name]}" if name in held else "none" for held in (shapes, written))
             if own != first:
                 raise FlatbedError(
