@@ -160,15 +160,18 @@ class Writer:
     def write(self, name: str, offset: int, values: Tensor) -> None:
         """Write a part of a tensor, on any device, or of the header (""), from a byte of it on."""
         data = values.detach().contiguous().reshape(-1).cpu().view(torch.uint8).numpy().data
-        adding = Call(self._add, name, offset, data)
+        adding = Call(self._add, name, offset, data) if len(data) >= MANY_BYTES else None
         try:
-            if len(data) >= MANY_BYTES:
+            if adding is not None:
                 self._workers.submit(adding)
             write_at(self._descriptor, self._starts[name] + offset, data)
-            adding.run()
-            adding.result()
+            if adding is None:
+                self._add(name, offset, data)
+            else:
+                adding.result()
         finally:
-            adding.cancel()
+            if adding is not None:
+                adding.cancel()
         self._n_unsynced += len(data)
         if self._n_unsynced >= SYNC_BYTES:
             os.fsync(self._descriptor)

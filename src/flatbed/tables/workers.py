@@ -30,7 +30,7 @@ class Call(Generic[T]):
         self._unfinished.acquire()
 
     def run(self) -> None:
-        """Make the call, unless a thread has begun it."""
+        """Make the call, unless a thread has begun it. For threads that Control-C does not reach."""
         try:
             function, args = self._to_do.pop()
         except IndexError:
