@@ -130,7 +130,7 @@ class CapturedStep:
         self._optimizers: list[torch.optim.Optimizer] = []
         """Those whose steps ran in the last warm-up."""
         self._built_from: list[Any] = []
-        """Memory of both at the start of the last warm-up, and what was trained."""
+        """What these tables and optimizers were at the start of the last warm-up: the function says."""
         self._graph: StepGraph | None = None
         self._warned: set[str] = set()
 

@@ -150,7 +150,10 @@ class MasterWeights:
 
 
 def _are_equal(entries: list[Any], contents: list[dict[str, Any]]) -> bool:
-    """Compare dicts of tensors, each with itself in C; another tensor of the same values is rarely equal."""
+    """Compare dicts of tensors by identity, in C.
+
+    A tensor of one element also equals another one of the same value.
+    """
     try:
         return entries == contents
     except Exception:  # the truth of a tensor of several elements, or other devices
