@@ -108,6 +108,8 @@ def tensors(tree: Any) -> list[Tensor]:
 class NoStream:
     """Stands for streams and events."""
 
+    device, device_index = torch.device("cpu"), 0
+
     def nothing(self, *_: Any) -> None: ...
 
     wait_stream = record = synchronize = nothing
@@ -142,15 +144,17 @@ def record_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
         else:
             graph.launch(partial(run, kernel), *args, **kwargs)
 
-    capture = importlib.import_module("flatbed.capture")
+    capture, graphs = (importlib.import_module(f"flatbed.{name}") for name in ("capture", "cuda.graph"))
     monkeypatch.setattr(executor, "__call__", launch)
     monkeypatch.setattr(capture, "CapturedStep", RecordedStep)
-    monkeypatch.setattr(capture, "stream_for", lambda *_: NoStream())
+    for module in (capture, graphs):
+        monkeypatch.setattr(module, "stream_for", lambda *_: NoStream())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: NoStream())
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "Stream", NoStream)
     monkeypatch.setattr(torch.cuda, "Event", NoStream)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", RecordedGraph)
     monkeypatch.setattr(torch.cuda, "graph", lambda graph, **_: graph.capture())
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     for module in (streams, lookup, gpu):
         monkeypatch.setattr(module, "is_capturing", lambda device: RecordedGraph.current is not None)

@@ -223,6 +223,37 @@ def test_a_step_that_cannot_be_captured_raises() -> None:
     assert [p.grad for p in layer.parameters()] == [None, None], "a gradient that no kernel has computed"
 
 
+@gpu
+def test_torch_works_as_before_after_a_capture_that_fails() -> None:
+    """Alone, torch would no longer draw random numbers, nor use the memory of other streams again."""
+    side = torch.cuda.Stream()
+
+    def new_blocks() -> int:
+        """Count the allocations out of ten for which torch asks CUDA for memory."""
+        nbytes, before = 64 << 20, torch.cuda.memory_reserved()
+        for _ in range(10):
+            one = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
+            one.record_stream(side)
+            del one
+            torch.cuda.synchronize()
+        return (torch.cuda.memory_reserved() - before) // nbytes
+
+    def step(x: Tensor) -> float:
+        return float((x + torch.rand_like(x)).sum())
+
+    run = flatbed.capture(step, torch.zeros(2, device="cuda"))
+    for _ in range(3):
+        run(torch.zeros(2, device="cuda"))
+    for _ in range(2):
+        with pytest.raises(flatbed.FlatbedError, match="cannot be captured"):
+            run(torch.zeros(2, device="cuda"))
+        assert new_blocks() <= 1  # each capture begins with an empty cache
+        assert torch.rand(4, device="cuda").isfinite().all()
+    run = flatbed.capture(lambda x: x + torch.rand_like(x))
+    found = torch.cat([run(torch.zeros(1, device="cuda")) for _ in range(6)])
+    assert len(found.unique()) == 6
+
+
 def test_gradients_are_put_back_if_a_capture_fails() -> None:
     embedding, layer = flatbed.Embedding(ROWS, DIM), nn.Linear(DIM, 1)
     optimizer = flatbed.optim.SGD([*embedding.parameters(), *layer.parameters()], lr=0.1)

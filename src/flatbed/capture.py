@@ -22,6 +22,7 @@ from torch.utils._pytree import (
     tree_unflatten,
 )
 
+from flatbed.cuda.graph import capture_step
 from flatbed.cuda.streams import relaxed_capture, stream_for
 from flatbed.data.batches import as_tensor
 from flatbed.distributed.dense_shards import local_of
@@ -259,14 +260,12 @@ class CapturedStep:
         pinned = self._device.type == "cuda"  # which a capture cannot allocate
         positions = torch.full((n_tables,), NO_ERROR, dtype=torch.int64, device="cpu", pin_memory=pinned)
         lookups = [] if others else captured_lookups(self._noted, leaves)
-        stream = stream_for(self._device, "captures")
-        mode = "thread_local"  # other threads may allocate, such as that of DataLoader(pin_memory=True)
         try:
             with (
                 kept_grads(self._optimizers),
                 lookups_in_capture(self._inputs, leaves, lookups) as context,
                 stepping_optimizers() as optimizers,
-                torch.cuda.graph(graph, stream=stream, capture_error_mode=mode),
+                capture_step(graph, self._device),
             ):
                 outputs = self._train_step(tree_unflatten(self._inputs, self._structure))
                 if len(context.checks) > n_tables:

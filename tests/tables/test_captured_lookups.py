@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from functools import cache, partial
 from itertools import pairwise
@@ -279,6 +280,37 @@ def test_a_step_that_is_dropped_waits_for_its_last_replay(monkeypatch: pytest.Mo
     waits.clear()
     del step
     assert waits == [last]
+
+
+class Cyclic:
+    """Garbage that only the collector frees, with a graph of torch: that ends a capture when it is freed."""
+
+    def __init__(self, graph: Any, on_free: Callable[[], object]) -> None:
+        self.graph, self.on_free, self.own = graph, on_free, self
+
+    def __del__(self) -> None:
+        self.on_free()
+
+
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
+def test_no_garbage_is_collected_during_a_capture(graph_device: str) -> None:
+    graphs, freed = [torch.cuda.CUDAGraph()], list[bool]()
+    with torch.cuda.graph(graphs[0]):
+        pass
+
+    def train(x: Tensor) -> Tensor:
+        if lookup.is_capturing(x.device):
+            Cyclic(graphs.pop(), lambda: freed.append(lookup.is_capturing(x.device)))
+            assert [[] for _ in range(10_000)]  # a collection begins after so many containers
+        return x + 1
+
+    step, batch = flatbed.capture(train), torch.zeros(2, device=graph_device)
+    found = [step(batch).tolist() for _ in range(5)]
+    assert found == [[1.0, 1.0]] * 5
+    assert not graphs
+    assert gc.isenabled()
+    gc.collect()
+    assert freed == [False]
 
 
 class ChangesIds(Model):

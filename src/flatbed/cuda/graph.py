@@ -1,8 +1,7 @@
-"""CUDA graphs of the package's own kernels, captured while the user trains.
+"""CUDA graphs: of the package's own kernels, captured while the user trains, and of training steps.
 
-`torch.cuda.CUDAGraph` is for captures that the user asks for: each one changes the state of torch's random
-generator, which may be in use then, and one that fails leaves torch's allocator as if it were still going on.
-Here a failed capture changes nothing.
+`torch.cuda.CUDAGraph` is for training steps (`capture_step`): each capture changes the state of torch's
+random generator, which may be in use while the package captures its own kernels (`Graph`).
 """
 
 from __future__ import annotations
@@ -12,8 +11,9 @@ import gc
 import os
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -22,6 +22,8 @@ from flatbed.cuda.host_memory import free_after_captures, unless_forked
 from flatbed.cuda.streams import capture_lock, relaxed_capture, stream_for
 
 SWITCH = "FLATBED_PREFETCH_GRAPHS"
+MODE = "thread_local"
+"""Of captures of a step: other threads may allocate then, such as that of DataLoader(pin_memory=True)."""
 _pools: dict[tuple[torch.device, str], torch.cuda.MemPool] = {}
 
 
@@ -73,6 +75,38 @@ class Graph:
         self._driver.launch_graph(self._graph, torch._C._cuda_getCurrentRawStream(self._device.index))
 
 
+@contextmanager
+def capture_step(graph: torch.cuda.CUDAGraph, device: torch.device) -> Iterator[None]:
+    """Capture the body, a training step on a GPU, in the stream "captures".
+
+    After an error, torch's random generator and allocator work as before.
+    """
+    pool, stream = torch.cuda.graph_pool_handle(), stream_for(device, "captures")
+    try:
+        with (
+            _no_garbage_collection(),
+            torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=MODE),
+        ):
+            yield
+    except RuntimeError:
+        _forget_capture(pool, stream)
+        raise
+
+
+def _forget_capture(pool: Any, stream: torch.cuda.Stream) -> None:
+    """Let torch forget a capture that CUDA has ended with an error. torch has no function for that.
+
+    Otherwise memory that was given to `record_stream` is never used again, and random numbers on the GPU
+    raise.
+    """
+    with suppress(RuntimeError, AttributeError):  # torch has ended the capture itself; another torch
+        torch._C._cuda_endAllocateToPool(stream.device_index, pool)
+        torch._C._cuda_releasePool(stream.device_index, pool)
+    other = torch.cuda.CUDAGraph()
+    with suppress(RuntimeError), torch.cuda.graph(other, stream=stream, capture_error_mode=MODE):
+        torch.zeros(1, device=stream.device)  # at the end, the generator leaves its state of a capture
+
+
 def _release(driver: Driver, graph: int) -> None:
     with relaxed_capture():  # another thread may capture
         driver.destroy_graph(graph)
@@ -100,7 +134,7 @@ def _check_in_use(pool: torch.cuda.MemPool) -> None:
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Collect no garbage in the body: finalizers of tables wait for the GPU, which ends a capture."""
+    """Collect no garbage in the body: finalizers of tables and of CUDA graphs of torch end a capture."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
