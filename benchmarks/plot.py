@@ -162,7 +162,8 @@ def draw_groups(axis: Any, rows: Sequence[Row], metric: str, by: str) -> None:
     for i, (name, heights) in enumerate(series.items()):
         places = [groups.index(value) + (i - (len(series) - 1) / 2) * width for value in heights]
         bars = axis.bar(places, heights.values(), 0.92 * width, label=name, color=colors[i % len(colors)])
-        axis.bar_label(bars, fmt="{:#.2g}", fontsize=7, padding=1)
+        texts = [f"{height:#.2g}".removesuffix(".") for height in heights.values()]
+        axis.bar_label(bars, texts, fontsize=7, padding=1)
     axis.set_xticks(range(len(groups)), groups)
     axis.set_ylim(top=1.3 * max(max(heights.values()) for heights in series.values()))
     axis.set_ylabel(axis_label(metric), fontsize=9, color="#555555")
