@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import _thread
 import gc
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import closing
@@ -63,13 +63,18 @@ def test_a_canceled_call_is_not_made_or_has_ended() -> None:
 
 
 def test_threads_end_with_their_owner() -> None:
-    before, workers = _thread._count(), Workers(3)
-    for _ in range(5):
-        submitted(workers, int).wait()
-    assert wait_until(lambda: _thread._count() == before + 3)
+    workers, together = Workers(3), threading.Barrier(3, timeout=20)
+
+    def meet() -> int:
+        together.wait()  # in three threads at a time
+        return threading.get_ident()
+
+    threads = {call.result() for call in [submitted(workers, meet) for _ in range(3)]}
+    assert len(threads) == 3
+    assert threads <= sys._current_frames().keys()
     del workers
     gc.collect()
-    assert wait_until(lambda: _thread._count() == before)
+    assert wait_until(lambda: threads.isdisjoint(sys._current_frames()))
 
 
 def test_calls_are_made_here_if_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
