@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 import flatbed
 import flatbed.optim
+from flatbed.errors import FlatbedError
+from flatbed.tables import grads
 from tests.tables.tables import (
     BY_NAME,
     DIM,
@@ -153,6 +155,22 @@ def test_rows_written_between_lookup_and_step_count(
     second.backward()
     optimizer.step()
     assert torch.equal(emb.read_rows([2, 5]), before - torch.tensor([[1.0], [2.0]], device=where))
+
+
+@pytest.mark.parametrize("captured", [[True], [True, False], [False, True]])
+def test_gradients_of_a_graph_are_refused_outside_of_it(
+    captured: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also after they were read, and summed with others."""
+    emb = flatbed.Embedding(N_ROWS, DIM, padding_idx=0)
+    optimizer = flatbed.optim.Adam(emb.parameters())
+    for is_captured in captured:
+        with monkeypatch.context() as patched:
+            patched.setattr(grads, "is_capturing", lambda device, found=is_captured: found)
+            emb(torch.tensor([0, 3, 3])).sum().backward()
+    assert emb.table.grad_rows.tolist() == [3]  # the padding row is left out
+    with pytest.raises(FlatbedError, match="in one CUDA graph"):
+        optimizer.step()
 
 
 # ---- ways to compute a loss

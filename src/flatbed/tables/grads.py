@@ -34,7 +34,7 @@ class RowGrads:
     shared: bool = False  # True if it is the mean over all ranks already
     # The lookup that the rows are of; for a sum over several lookups one that stands for all, or None.
     batch: LookupBatch | None = None
-    captured: bool = False  # True if it is part of a CUDA graph
+    captured: bool | None = False  # True if it is part of a CUDA graph, None if some of its parts are
 
     @staticmethod
     def empty(store: RowStore) -> RowGrads:
@@ -109,7 +109,8 @@ def compacted(packed: RowGrads) -> RowGrads:
     present = packed.rows >= 0
     if bool(present.all()):
         return packed
-    return RowGrads(packed.rows[present], packed.grads[present], packed.task, packed.shared)
+    # Without the batch, whose weights are those of all rows.
+    return replace(packed, rows=packed.rows[present], grads=packed.grads[present], batch=None)
 
 
 def merge_grads(parts: list[RowGrads], n_rows: int) -> RowGrads:
@@ -120,7 +121,8 @@ def merge_grads(parts: list[RowGrads], n_rows: int) -> RowGrads:
     grads = torch.cat([part.grads for part in parts])  # in the widest dtype
     found = unique(torch.where(rows == NONE, SENTINEL, rows), n_rows)
     summed = RowGrads(*segment_sum(grads, found, None), parts[0].task, all(part.shared for part in parts))
-    summed.captured, summed.batch = parts[0].captured, _covering_batch(parts)
+    is_uniform = len({part.captured for part in parts}) == 1
+    summed.captured, summed.batch = parts[0].captured if is_uniform else None, _covering_batch(parts)
     return summed
 
 
