@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import flatbed
 from flatbed.capture import kept_grads
-from flatbed.tables import lookup
+from flatbed.tables.captured_lookups import NotedLookup, current_capture
 
 ROWS, DIM, N_IDS = 200, 8, 64
 gpu = pytest.mark.gpu
@@ -290,8 +290,9 @@ def test_batches_on_the_host_for_tables_on_a_gpu() -> None:
     on_gpu: Any = SimpleNamespace(_store=SimpleNamespace(device=torch.device("cuda", 0)))
 
     def step(batch: Any) -> None:
-        assert lookup._capture is not None
-        lookup._capture.noted.append((on_gpu, None))  # as a lookup does
+        context = current_capture()
+        assert context is not None
+        context.noted.append(NotedLookup(on_gpu, None))  # as a lookup does
 
     run = flatbed.capture(step)
     with pytest.warns(UserWarning, match=r"without a CUDA graph\. .* device=.cuda:0.") as found:

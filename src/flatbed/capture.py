@@ -27,15 +27,16 @@ from flatbed.cuda.streams import relaxed_capture, stream_for
 from flatbed.data.batches import as_tensor
 from flatbed.distributed.dense_shards import local_of
 from flatbed.errors import FlatbedError
-from flatbed.tables.config import device_of
-from flatbed.tables.ids import NO_ERROR, DeferredIdChecks
-from flatbed.tables.lookup import (
+from flatbed.tables.captured_lookups import (
     CapturedLookup,
-    captured_lookups,
-    load_captured,
-    lookups_in_capture,
+    NotedLookup,
+    allocate_lookups,
+    capture_context,
     not_prefetched,
 )
+from flatbed.tables.config import device_of
+from flatbed.tables.ids import NO_ERROR, DeferredIdChecks
+from flatbed.tables.lookup import prepare_replay
 from flatbed.tables.table import Table
 
 WARM_UP = 3
@@ -126,7 +127,7 @@ class CapturedStep:
         self._kinds: list[tuple[torch.Size, torch.dtype]] = []
         self._inputs: list[Tensor] = []
         self._n_calls = 0
-        self._noted: list[tuple[Table, int | None]] = []
+        self._noted: list[NotedLookup] = []
         """Lookups of the last warm-up. If one is not of a prefetched leaf, the graph admits all rows."""
         self._optimizers: list[torch.optim.Optimizer] = []
         """Those whose steps ran in the last warm-up."""
@@ -192,7 +193,7 @@ class CapturedStep:
             return self._run_in_side_stream(leaves)
         if graph is None and is_current:
             graph = self._graph = self._capture(leaves)
-        if graph is None or not load_captured(graph.lookups, leaves):
+        if graph is None or not prepare_replay(graph.lookups, leaves):
             del graph  # and its memory
             self._graph, self._n_calls = None, 1  # the first call of a new warm-up
             return self._run_in_side_stream(leaves)
@@ -205,7 +206,7 @@ class CapturedStep:
     def _run_without_graph(self, leaves: list[Tensor], structure: Any) -> Any:
         to_gpu = self._device.type == "cuda"  # a step on the host reads the batch at once
         batch = tree_unflatten([leaf.to(self._device, non_blocking=to_gpu) for leaf in leaves], structure)
-        with lookups_in_capture([], []) as context:
+        with capture_context([], []) as context:
             result = self._train_step(batch)
         devices = {table._store.device for table, _ in context.noted}
         if not self._has_graph and (gpu := next((one for one in devices if one.type == "cuda"), None)):
@@ -233,7 +234,7 @@ class CapturedStep:
         try:
             with (
                 torch.cuda.stream(side),
-                lookups_in_capture(self._inputs, leaves) as context,
+                capture_context(self._inputs, leaves) as context,
                 stepping_optimizers() as self._optimizers,
             ):
                 result = self._train_step(tree_unflatten(self._inputs, self._structure))
@@ -259,11 +260,11 @@ class CapturedStep:
         n_tables = len({id(table) for table, _ in self._noted})
         pinned = self._device.type == "cuda"  # which a capture cannot allocate
         positions = torch.full((n_tables,), NO_ERROR, dtype=torch.int64, device="cpu", pin_memory=pinned)
-        lookups = [] if others else captured_lookups(self._noted, leaves)
+        lookups = [] if others else allocate_lookups(self._noted, leaves)
         try:
             with (
                 kept_grads(self._optimizers),
-                lookups_in_capture(self._inputs, leaves, lookups) as context,
+                capture_context(self._inputs, leaves, lookups) as context,
                 stepping_optimizers() as optimizers,
                 capture_step(graph, self._device),
             ):
@@ -349,7 +350,7 @@ class _Same:
     __hash__ = None  # type: ignore[assignment]
 
 
-def _built_from(noted: list[tuple[Table, int | None]], optimizers: list[torch.optim.Optimizer]) -> list[Any]:
+def _built_from(noted: list[NotedLookup], optimizers: list[torch.optim.Optimizer]) -> list[Any]:
     """Return what a graph cannot follow: memory that is replaced, parameters that are frozen or added, and
     gradients from outside of the step.
 

@@ -17,14 +17,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import flatbed
 from flatbed.capture import CapturedStep
 from flatbed.tables import lookup
-from flatbed.tables.lookup import (
-    LookupFunction,
-    captured_lookups,
-    load_captured,
-    lookups_in_capture,
+from flatbed.tables.captured_lookups import (
+    CaptureContext,
+    NotedLookup,
+    allocate_lookups,
+    capture_context,
+    current_capture,
     not_prefetched,
-    prepare_lookup,
 )
+from flatbed.tables.lookup import LookupFunction, prepare_lookup, prepare_replay
+from flatbed.tables.prefetch import find_prefetched
 from tests.recorded_graphs import NoStream, address, graph_device, record_graphs, tensors
 
 ROWS, DIM, N_IDS, DEPTH = 1000, 8, 64, 2
@@ -407,11 +409,11 @@ def test_a_frozen_table_beside_prefetched_ones(graph_device: str) -> None:
 def test_a_frozen_table_needs_no_prefetch(kernel_device: str) -> None:
     frozen = flatbed.Embedding.from_pretrained(torch.ones(ROWS, DIM), device=kernel_device)
     ids = drawn(1)[0].to(kernel_device)
-    with lookups_in_capture([ids], [ids]) as found:
+    with capture_context([ids], [ids]) as found:
         frozen(ids)
     assert found.noted == [(frozen.table, None)]
     assert not_prefetched(found.noted, [ids]) == []
-    assert captured_lookups(found.noted, [ids]) == []
+    assert allocate_lookups(found.noted, [ids]) == []
 
 
 @pytest.mark.parametrize("options", [{"storage": "device"}, {"cache_rows": 0}], ids=str)
@@ -481,8 +483,8 @@ def test_bags_of_prefetched_ids(graph_device: str) -> None:
 
 @pytest.fixture
 def capturing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let lookups believe that they are captured, in the body of `lookups_in_capture`."""
-    monkeypatch.setattr(lookup, "is_capturing", lambda device: lookup._capture is not None)
+    """Let lookups believe that they are captured, in the body of `capture_context`."""
+    monkeypatch.setattr(lookup, "is_capturing", lambda device: current_capture() is not None)
 
 
 @with_another_cache
@@ -497,8 +499,8 @@ def test_what_a_replay_reads(n_same: int, kernel_device: str, monkeypatch: pytes
     table, static, graph, n_hits = emb.table, batches[0].to(kernel_device), None, 0
     for ids in flatbed.Prefetcher(batches, {emb: lambda ids: ids}, depth=DEPTH):
         if graph is None:
-            graph = captured_lookups([(table, 0)], [ids])
-            with lookups_in_capture([static], [ids], graph) as found, Allocations() as made:
+            graph = allocate_lookups([NotedLookup(table, 0)], [ids])
+            with capture_context([static], [ids], graph) as found, Allocations() as made:
                 captured = prepare_lookup(table, static.view(2, -1), records_grad=True)
             assert captured.unique is graph[0].unique
             assert address(captured.keys) in made.addresses
@@ -511,8 +513,8 @@ def test_what_a_replay_reads(n_same: int, kernel_device: str, monkeypatch: pytes
             assert [one.batch is None for one in graph] == [False]
             assert captured.unique.rows.data_ptr() != table._prefetched[0].unique.rows.data_ptr()
         for leaf in (ids, ids.flip(0)):  # prefetched, and not
-            n_hits += lookup._find_prefetched(table, leaf, lead=None, records_grad=True) is not None
-            assert load_captured(graph, [leaf])
+            n_hits += find_prefetched(table, leaf, records_grad=True) is not None
+            assert prepare_replay(graph, [leaf])
             captured.keys.copy_(leaf)  # a kernel of the graph
             rows = LookupFunction.apply(table, captured)  # type: ignore[no-untyped-call]
             assert rows.shape == (2, len(ids) // 2, DIM)
@@ -527,13 +529,13 @@ def test_what_a_replay_reads(n_same: int, kernel_device: str, monkeypatch: pytes
     assert graph is not None
     assert cache is not None
     with mock.patch.object(cache, "location_for", wraps=cache.location_for) as ordered:
-        assert load_captured(graph, given)
+        assert prepare_replay(graph, given)
     assert ordered.called, "the replay would not wait for prefetches that move its rows"
     monkeypatch.setattr(cache, "has_unseen_replays", True)
-    assert not load_captured(graph, given), "rows are no longer prefetched"
+    assert not prepare_replay(graph, given), "rows are no longer prefetched"
     monkeypatch.undo()
     table.set_cache(cache_rows=4 * N_IDS)
-    assert not load_captured(graph, given), "the graph uses another cache"
+    assert not prepare_replay(graph, given), "the graph uses another cache"
 
 
 def test_a_loop_over_rows_that_a_graph_admits_warns_once(kernel_device: str) -> None:
@@ -561,12 +563,12 @@ def test_lookups_that_stay_in_the_graph(kernel_device: str) -> None:
     flatbed.optim.SGD(emb, lr=0.1)
     static = torch.zeros(N_IDS, dtype=torch.int64, device=kernel_device)
 
-    def looked_up(found: lookup.CaptureContext, ids: Any) -> Any:
+    def looked_up(found: CaptureContext, ids: Any) -> Any:
         return found.lookup(emb.table, ids, found.position_of(ids))
 
     for ids in flatbed.Prefetcher(drawn(2), {emb: lambda ids: ids}, depth=DEPTH):
-        planned = partial(captured_lookups, [(emb.table, 0), (emb.table, 0)])
-        with lookups_in_capture([static], [ids], planned([ids])) as found:
+        planned = partial(allocate_lookups, 2 * [NotedLookup(emb.table, 0)])
+        with capture_context([static], [ids], planned([ids])) as found:
             for wrong in (static[1:], static.clone(), static.int(), [1, 2]):
                 with pytest.raises(flatbed.FlatbedError, match="looks up other ids"):
                     looked_up(found, wrong)
@@ -578,15 +580,15 @@ def test_lookups_that_stay_in_the_graph(kernel_device: str) -> None:
                 looked_up(found, static)
         assert len(found.lookups) == 1
         with (
-            lookups_in_capture([static], [ids.clone()], planned([ids])) as found,
+            capture_context([static], [ids.clone()], planned([ids])) as found,
             pytest.raises(flatbed.FlatbedError, match="looks up other ids"),
         ):
             looked_up(found, static)
-        with lookups_in_capture([static], [ids]) as found:
+        with capture_context([static], [ids]) as found:
             assert looked_up(found, static) is None
-            with lookups_in_capture([], []):
+            with capture_context([], []):
                 pass
-            assert lookup._capture is found
+            assert current_capture() is found
 
 
 @pytest.mark.parametrize("n", [0, 1, 3, 1023, 1025])
@@ -610,12 +612,12 @@ def test_a_leaf_without_ids(kernel_device: str) -> None:
     none = torch.empty(0, dtype=torch.int64)
     static = [torch.zeros(N_IDS, dtype=torch.int64).to(kernel_device), none.to(kernel_device)]
     for ids, empty in flatbed.Prefetcher([(drawn(1)[0], none)] * 2, {emb: lambda batch: [*batch]}):
-        planned = captured_lookups([(emb.table, 0), (emb.table, 1)], [ids, empty])
-        with lookups_in_capture(static, [ids, empty], planned) as found:
+        planned = allocate_lookups([NotedLookup(emb.table, n) for n in (0, 1)], [ids, empty])
+        with capture_context(static, [ids, empty], planned) as found:
             for one in static:
                 prepare_lookup(emb.table, one, records_grad=True)
         assert not_prefetched(found.noted, [ids, empty]) == []
-        assert load_captured(found.lookups, [ids, empty])
+        assert prepare_replay(found.lookups, [ids, empty])
 
 
 @pytest.mark.parametrize("is_other", [False, True])
@@ -627,12 +629,12 @@ def test_a_warm_up_notes_lookups_of_other_ids(kernel_device: str, is_other: bool
     for ids in flatbed.Prefetcher(drawn(4), {emb: lambda ids: ids}, depth=DEPTH):
         static.copy_(ids)
         for other in (static[:7], [1, 2], static.clone()) if is_other else (static, static.view(2, -1)):
-            with lookups_in_capture([static], [ids]) as found:
+            with capture_context([static], [ids]) as found:
                 batch = prepare_lookup(emb.table, other, records_grad=True)
             assert found.noted == [(emb.table, None if is_other else 0)]
             assert not_prefetched(found.noted, [ids]) == ([emb.table] if is_other else [])
             assert (batch.unique is emb.table._prefetched[0].unique) == (not is_other)
-            with lookups_in_capture([static], [ids]) as found, torch.no_grad():
+            with capture_context([static], [ids]) as found, torch.no_grad():
                 emb(static)
             assert not_prefetched(found.noted, [ids]) == [emb.table]
 
@@ -647,7 +649,7 @@ def test_other_lookups_do_not_end_prefetching(kernel_device: str, depth: int, wi
     optimizer = flatbed.optim.SGD(emb, lr=0.1)
     batches, was_found = drawn(), []
     for n, ids in enumerate(flatbed.Prefetcher(batches, {emb: lambda ids: ids}, depth=depth)):
-        was_found.append(lookup._find_prefetched(emb.table, ids, lead=None, records_grad=True) is not None)
+        was_found.append(find_prefetched(emb.table, ids, records_grad=True) is not None)
         loss = emb(ids).sum()
         if n in with_others:
             loss = loss + emb(batches[n].flip(0)).sum()

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flatbed.errors import FlatbedError
-from flatbed.kernels.rows import to_int32_keys
+from flatbed.kernels.rows import key_dtype, to_int32_keys
 
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32)
 
@@ -202,3 +202,10 @@ class PendingCheck:
     offset: int
     position: Tensor
     copied: torch.cuda.Event | None = None
+
+
+def as_keys(ids: Tensor, n_rows: int, device: torch.device, *, in_range: bool = False) -> Tensor:
+    """Return ids as keys on the computing device, flat, in the dtype that kernels sort fastest."""
+    if in_range:  # copied in that dtype
+        return to_device(ids.flatten(), device, key_dtype(n_rows, device))
+    return to_int32_keys(ids.flatten().to(device, non_blocking=device.type == "cuda"), n_rows)

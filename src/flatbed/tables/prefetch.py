@@ -20,7 +20,7 @@ from flatbed.kernels.rows import key_dtype, unique
 from flatbed.tables.cache.base import Cache, LookupBatch
 from flatbed.tables.cache.host_copy import HostCopyCache, Reservation
 from flatbed.tables.ids import as_ids, check_range
-from flatbed.tables.lookup import version_of
+from flatbed.tables.row_io import LOOKUP, ShardedRowIO
 from flatbed.tables.table import Table
 
 READ_ROWS = 1024  # read from disk at once, on a CPU: the training thread may have to wait for it
@@ -285,3 +285,42 @@ class RowPrefetch:
             for cache in caches:
                 if cache is not None:
                     cache.prefetch_after(stream)
+
+
+# ---- in lookups
+
+
+def find_prefetched(
+    table: Table, ids: Tensor, *, records_grad: bool, has_lead: bool = False
+) -> LookupBatch | None:
+    """Return the prefetched batch that was made of these ids, if their memory has not changed since.
+
+    `has_lead`: the lookup needs other unique rows, which a sharded table would have to exchange.
+    """
+    version = version_of(ids)
+    for batch in table._prefetched:
+        own = batch.ids
+        if own is None or version != batch.version or not is_same_memory(ids, own):
+            continue
+        if isinstance(table._row_io, ShardedRowIO):
+            if has_lead:
+                return None
+            return table._row_io.exchange_again(LOOKUP[records_grad], batch, admits=records_grad)
+        if records_grad and batch.cache is not None and batch.cache.protects(batch):
+            return batch
+    return None
+
+
+def is_same_memory(ids: Tensor, own: Tensor) -> bool:
+    """Return True if ids are those of another tensor, in the same order and memory."""
+    return ids is own or (
+        (ids.data_ptr(), ids.dtype, ids.numel(), ids.device)
+        == (own.data_ptr(), own.dtype, own.numel(), own.device)
+        and ids.is_contiguous()
+        and own.is_contiguous()
+    )
+
+
+def version_of(ids: Tensor) -> int:
+    """Return torch's version counter of ids, which counts changes in place; -1 for an inference tensor."""
+    return -1 if ids.is_inference() else ids._version
