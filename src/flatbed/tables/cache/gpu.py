@@ -1,35 +1,43 @@
 """Cache whose index and records are on the computing device, over storage that its kernels can address.
 
-Every kernel that reads or writes a row reads the index first. So the only hazard is an admission that moves a
-row while work in another stream uses the row.
+Every kernel that reads or writes a row reads the index first, and finds the row in its slot or in storage. So
+the only hazard is an admission that moves a row while work in another stream uses it.
 
-**Streams.** Admissions run in the training stream, or ahead of time (`prefetch`). Prefetches run in two
-streams: in "decisions", kernels decide which rows get which slots, and write the index only; in "moves", a
-kernel moves the records (`issue_moves`). So the bus and the decisions on the next batch do not wait for each
-other. Decisions on batches of one size are replayed as a CUDA graph (`DecisionGraphs`), since the host takes
-longer to launch them one by one than the GPU to run them.
+**Invariant.** An admission evicts no rows of the batch in use, nor of prefetched ones after it. It waits for
+all training work before the batch in use. So a step and the admissions of later batches run at the same time.
 
-Admissions are numbered in the order in which the host issues them. Admission T with a window W does not
-evict slots used by admissions T - W to T - 1. It is issued with W > 0 only if the ids of all of them fit
-into the cache together, so that all their rows are in slots.
+**Example.** A loop with a depth of 2, and one lookup per batch. The `next` that hands out batch 5
 
-- The `next` that hands out a batch makes the stream "decisions" wait for the training work before it, and
-  then admits later batches. Their windows reach back to the batch handed out, over admissions that are no
-  prefetches, too (`_span`). So its step and their admissions run at the same time. With a depth of 2 and one
-  lookup per batch, windows are 2. The `next` of batch 5 makes "decisions" wait for step 4, admits batch 7,
-  and hands out batch 5. Admission 7 takes no slots of batches 5 to 7. (Loader threads may deliver batch 7 one
-  `next` later; then admission 7 waits for step 5, too.)
+1. makes the stream "decisions" wait for step 4,
+2. admits batch 7 with a window of 2: it takes no slots of batches 5, 6 and 7,
+3. makes the training stream wait for the moves of batch 5, and returns.
+
+If loader threads deliver batch 7 one `next` later, its admission waits for step 5, too.
+
+**Streams.** Admissions run in the training stream, or ahead of time (`prefetch`) in two streams. In
+"decisions", kernels decide which rows get which slots, and write the index. In "moves", a kernel moves the
+records (`issue_moves`). So the bus and the decisions on the next batch do not wait for each other. Decisions
+on batches of one size are replayed as a CUDA graph (`DecisionGraphs`), since the host takes longer to launch
+them one by one than the GPU to run them.
+
+**Numbers.** Admissions are numbered in the order in which the host issues them. The clock of the index counts
+them on the device, and `_n_admissions` on the host.
+
+- Admission T with a window W does not evict slots used by admissions T - W to T - 1. W is above 0 only if the
+  ids of all of them fit into the cache together, so that all their rows are in slots.
+- Windows reach back to the batch handed out, over admissions that are no prefetches, too (`_span`).
+- `protects(batch)` is True if the batch's admission is at least `_oldest_protected`: no admission issued so
+  far can evict its rows. Later admissions wait for all training work issued before their `next`. So a step
+  needs no event for rows that are protected.
+
+**Order.**
+
 - Moves wait for the decisions on them, and so for the same training work. Decisions need not wait for earlier
-  moves: they touch no records. A row that one admission evicts and the next one wants is written back and
-  read again in this order, since all moves run in one stream.
-- `protects(batch)` is True if the batch's admission t is at least `_oldest_protected`. No admission issued so
-  far can then evict the batch's rows. Admissions of the following `next` wait for all training work issued
-  before it. The `next` that hands out the batch has ordered its step after admission t. So the step needs no
-  further event.
+  moves: they touch no records. All moves run in one stream, so a row that one admission evicts and the next
+  one wants is written before it is read.
 - All other work (older batches, ids that were not prefetched, `read_rows`, `flush`) calls
   `wait_for_prefetch`: the current stream waits for the stream "moves", and the next prefetch waits for the
   current stream.
-- The index's clock on the device and `_n_admissions` on the host count the same admissions.
 - A graph of decisions writes to the same memory at each replay. It may be replayed again once the
   `UniqueRows` object of its last decisions is gone. By then the step that used them is issued, and the `next`
   that prefetches has made "decisions" wait for that step. If a loop is left, `prefetch_after` orders the next
