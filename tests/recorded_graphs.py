@@ -7,6 +7,7 @@ the same time on a GPU runs in the order of its launches here.
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -20,9 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from flatbed.capture import CapturedStep
-from flatbed.cuda import streams
-from flatbed.tables import lookup
-from flatbed.tables.cache import gpu
+from flatbed.kernels._triton import coefficients
 from tests.optim.conftest import place
 
 WAITS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default}
@@ -156,5 +155,20 @@ def record_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "CUDAGraph", RecordedGraph)
     monkeypatch.setattr(torch.cuda, "graph", lambda graph, **_: graph.capture())
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    for module in (streams, lookup, gpu):
-        monkeypatch.setattr(module, "is_capturing", lambda device: RecordedGraph.current is not None)
+
+    def is_capturing(device: torch.device) -> bool:
+        return RecordedGraph.current is not None
+
+    begin_step = coefficients.Coefficients.begin_step
+
+    def begin_with_spare_tables(self: Any, addresses: list[int]) -> None:
+        """As on a GPU, where eager steps allocate what later captures need."""
+        sizes = len(self.table), len(self.groups), self.device
+        while not is_capturing(self.device) and len(self._spare) < coefficients.CAPTURES:
+            self._spare.append((coefficients.ArgumentTables(*sizes), coefficients.ArgumentTables(*sizes)))
+        begin_step(self, addresses)
+
+    monkeypatch.setattr(coefficients.Coefficients, "begin_step", begin_with_spare_tables)
+    for name, module in [*sys.modules.items()]:
+        if name.startswith("flatbed.") and hasattr(module, "is_capturing"):
+            monkeypatch.setattr(module, "is_capturing", is_capturing)

@@ -16,7 +16,9 @@ from torch import Tensor, nn
 import flatbed
 from flatbed.capture import kept_grads
 from flatbed.tables.captured_lookups import NotedLookup, current_capture
+from tests.recorded_graphs import graph_device
 
+__all__ = ["graph_device"]
 ROWS, DIM, N_IDS = 200, 8, 64
 gpu = pytest.mark.gpu
 
@@ -275,6 +277,39 @@ def test_gradients_are_put_back_if_a_capture_fails() -> None:
     with kept_grads([optimizer]):
         optimizer.zero_grad()
     assert layer.bias.grad is None
+
+
+def outside_steps(device: str, kind: Any, *, set_to_none: bool | None, captured: bool) -> list[Tensor]:
+    """Losses of a step whose optimizer is called outside of it; None: it keeps gradients at first."""
+    torch.manual_seed(0)
+    model, generator = nn.Linear(8, 1).to(device), torch.Generator().manual_seed(1)
+    optimizer = kind(model.parameters(), lr=0.1)
+
+    def backward(x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    step = flatbed.capture(backward) if captured else backward
+    losses = []
+    for n in range(14):
+        losses.append(step(torch.rand(4, 8, generator=generator).to(device)))
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=n == 7 if set_to_none is None else set_to_none)
+    return losses
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, flatbed.optim.SGD])
+def test_a_step_outside_of_the_captured_function(kind: Any, graph_device: str) -> None:
+    """Gradients that are kept have the memory that replays write to; those that are dropped raise."""
+    with pytest.raises(flatbed.FlatbedError, match=r"leaves gradients of 2 parameters.* Call step\(\)"):
+        outside_steps(graph_device, kind, set_to_none=True, captured=True)
+    for set_to_none in (False, None):
+        eager, found = (
+            outside_steps(graph_device, kind, set_to_none=set_to_none, captured=captured)
+            for captured in (False, True)
+        )
+        assert torch.equal(torch.stack(found), torch.stack(eager))
 
 
 def test_a_batch_whose_call_failed_is_no_example() -> None:

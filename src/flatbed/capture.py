@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import (
     keystr,
@@ -49,7 +50,8 @@ def capture(
     """Return a function that runs `train_step` as one CUDA graph, with the same results.
 
     - `train_step`: a function of one batch that looks up, computes the loss, calls `backward()`, the
-      optimizer's `step()` and `zero_grad()`, and returns tensors, for example the loss. It must not read
+      optimizer's `step()` and `zero_grad()`, and returns tensors, for example the loss. Gradients for an
+      optimizer outside of it raise if that optimizer's `zero_grad()` drops them. It must not read
       values of GPU tensors (`.item()`, `print`), and it runs on one stream. Python code in it runs during
       the first calls only: call learning rate schedulers outside of it.
     - `example_batch`: a batch (nested dicts, lists and tuples of tensors or arrays) with the shapes and
@@ -133,6 +135,8 @@ class CapturedStep:
         """Those whose steps ran in the last warm-up."""
         self._built_from: list[Any] = []
         """What these tables and optimizers were at the start of the last warm-up: the function says."""
+        self._left = OtherGrads()
+        """Gradients that the last warm-up left for optimizers outside of it."""
         self._graph: StepGraph | None = None
         self._warned: set[str] = set()
 
@@ -180,8 +184,11 @@ class CapturedStep:
         built_from = _built_from(self._noted, self._optimizers)
         if self._n_calls <= WARM_UP:
             self._built_from = built_from
-            return self._run_in_side_stream(leaves)
-        is_current = self._built_from == built_from
+            before = leaves_with_grads() if self._n_calls == WARM_UP else []
+            result = self._run_in_side_stream(leaves)
+            self._left = OtherGrads.since(before, self._optimizers)
+            return result
+        is_current = self._built_from == built_from and self._left.are_kept()
         graph = self._graph if is_current else None
         if graph is not None and graph.hyperparameters != _hyperparameters(graph.optimizers):
             self._warn_once(
@@ -192,6 +199,7 @@ class CapturedStep:
             self._graph, self._n_calls = None, WARM_UP  # optimizers need a step before each capture
             return self._run_in_side_stream(leaves)
         if graph is None and is_current:
+            self._left.check()
             graph = self._graph = self._capture(leaves)
         if graph is None or not prepare_replay(graph.lookups, leaves):
             del graph  # and its memory
@@ -336,6 +344,61 @@ def kept_grads(optimizers: list[torch.optim.Optimizer]) -> Iterator[None]:
 
 _GRAD: Any = Tensor.grad
 """The descriptor itself: tables and flat parameters have properties, which compute."""
+
+
+def leaves_with_grads() -> list[tuple[Tensor, Tensor | None, int]]:
+    """Return all leaves of the process that may get a gradient, with the gradient and its version.
+
+    The step does not say which parameters it uses, so all living objects are searched.
+    """
+    found: list[tuple[Tensor, Tensor | None, int]] = []
+    for one in gc.get_objects():
+        kind = type(one)
+        if (kind is Tensor or kind is nn.Parameter) and one.requires_grad and one.is_leaf:
+            grad = one.grad
+            found.append((one, grad, -1 if grad is None else grad._version))
+    return found
+
+
+@dataclass(slots=True)
+class OtherGrads:
+    """Gradients that a step computes, and that no optimizer in it uses.
+
+    A graph writes them to the same memory at every replay. An optimizer outside of it can use them only if it
+    does not drop them.
+    """
+
+    n_made: int = 0
+    """Parameters that had no gradient before the step."""
+    added_to: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    """Parameters with gradients that the step added to."""
+
+    @classmethod
+    def since(
+        cls, before: list[tuple[Tensor, Tensor | None, int]], optimizers: list[torch.optim.Optimizer]
+    ) -> OtherGrads:
+        """Compare with what `leaves_with_grads` returned before a step of these optimizers."""
+        own, left = {id(p) for p in params_of(optimizers)}, cls()
+        for p, earlier, version in before:
+            if id(p) not in own and p.grad is not None:
+                left.n_made += earlier is None
+                if p.grad is earlier and earlier._version != version:
+                    left.added_to.append((p, earlier))
+        return left
+
+    def are_kept(self) -> bool:
+        """Return False if code outside of the step has dropped or replaced a gradient."""
+        return all(p.grad is grad for p, grad in self.added_to)
+
+    def check(self) -> None:
+        """Raise if code outside of the step drops the gradients before each step."""
+        if self.n_made:
+            raise FlatbedError(
+                f"train_step leaves gradients of {self.n_made} parameters, and no optimizer in it uses them: "
+                "a CUDA graph would write them to memory that zero_grad() outside of it drops. Call step() "
+                "and zero_grad() of their optimizer in train_step, or zero_grad(set_to_none=False) outside; "
+                "freeze parameters that are not trained"
+            )
 
 
 class _Same:

@@ -231,6 +231,25 @@ def test_gradients_from_outside_of_a_captured_step(is_first: bool, graph_device:
         assert torch.equal(found, one)
 
 
+@pytest.mark.parametrize("options", [{"cache_rows": 0}, {"cache_rows": 0, "storage": "device"}, {}])
+def test_a_replay_between_a_lookup_and_its_step(options: dict[str, Any], graph_device: str) -> None:
+    """The eager step goes on from what the replay has written."""
+    batches, results = drawn(6), []
+    for captured in (False, True):
+        model = Model(graph_device, **options)
+        step: Any = flatbed.capture(model.step) if captured else model.step
+        for ids in batches:
+            step(ids.to(graph_device))
+        assert not captured or step._graph is not None
+        loss = model.items(batches[0].to(graph_device)).square().sum()
+        step(batches[0].to(graph_device))
+        loss.backward()
+        model.optimizer.step()
+        results.append(model.everything())
+    for found, one in zip(*results, strict=True):
+        assert torch.equal(found, one)
+
+
 @pytest.mark.filterwarnings("ignore:hyperparameters of an optimizer have changed")
 def test_each_capture_follows_a_step(graph_device: str) -> None:
     """Optimizers have memory for few captures between two steps; a scheduler may change the rate often."""
@@ -453,6 +472,30 @@ def test_bad_ids_that_were_not_prefetched_raise_in_the_next_call_at_the_latest(g
     run = [bad.to(graph_device), batches[0].to(graph_device)]
     with pytest.raises(IndexError, match=f"id {ROWS} at position 3"):
         list(map(step, run))
+
+
+@pytest.mark.filterwarnings("ignore:a table that CUDA graphs were captured with")
+def test_bad_ids_after_a_resize_name_the_present_bound(graph_device: str) -> None:
+    emb = flatbed.Embedding(ROWS, DIM, device=graph_device, cache_rows=6 * N_IDS, shard=None)
+    optimizer = flatbed.optim.SGD(emb, lr=0.1)
+
+    def train(ids: Tensor) -> Tensor:
+        loss: Tensor = emb(ids).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    step: Any = flatbed.capture(train)
+    good, bad = drawn(1)[0].to(graph_device), torch.full((N_IDS,), ROWS + 5, device=graph_device)
+    for ids in 5 * [good]:
+        step(ids)
+    emb.table.resize(ROWS + 5)
+    for ids in 5 * [good]:
+        step(ids)
+    assert step._graph is not None
+    with pytest.raises(IndexError, match=f"table of {ROWS + 5} rows"):
+        list(map(step, [bad, good]))
 
 
 def test_bags_of_prefetched_ids(graph_device: str) -> None:

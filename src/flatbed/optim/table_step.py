@@ -79,9 +79,9 @@ class TableStepper:
         return self._kernels is not None and self._kernels.coefficients.captured
 
     def squares(self) -> dict[int, Tensor]:
-        """Return a vector whose sum is the squared norm, the same on ranks of sharded tables.
+        """Return a vector whose sum is the squared norm. It is equal on ranks that share tables.
 
-        The ranks of a `norm_group` add up their sums. Each counts a part of a table that several share.
+        The ranks of a `norm_group` add up their sums. If several of them share a table, each counts a part.
         """
         own: list[Tensor] = []
         replicas: list[Tensor] = []
@@ -121,9 +121,12 @@ class TableStepper:
             store, row_io, batch = owned.table._store, owned.table._local_io, pack.batch
             location = store.location_for(batch)
             if location is not None:
-                weights = None if batch is None else batch.weights
-                if batch is not None and weights is not None and batch.generation != store.generation:
-                    weights = None  # rows have changed since the lookup
+                capturing, weights = is_capturing(self.device), None
+                store.has_steps_in_graphs |= capturing
+                # Replays change rows, too, and the host does not count them.
+                counts_all = capturing or not store.has_steps_in_graphs
+                if batch is not None and counts_all and batch.generation == store.generation:
+                    weights = batch.weights
                 kernels.update_rows(index, pack.rows, pack.grads, location, options, weights=weights)
                 store.writes += 1
                 continue
@@ -137,7 +140,7 @@ class TableStepper:
         factor, skip = begin_step(options, scaling, norm, self.step_stats)
         scale = None if scaling is None else scaling.scale
         fused = self.rule.fused is not None and self.device.type == "cpu"
-        # Noise differs between chunks and tables, and from that of parameters.
+        # Chunks, tables and parameters all get different noise.
         seeds = count(int(self.step_stats[STEPS]) * 1_000_003 + 500_000)
         for owned in self.tables:
             pack, owned.pack = owned.pack, None
@@ -170,7 +173,7 @@ def _update_in_chunks(owned: OwnedTable, pack: RowGrads, update: Update, seeds: 
     after: Mapping[str, float] = before
     # Whole vectors, so that a row's bits do not depend on where the chunks end.
     size = max(1, CHUNK_BYTES // (pack.grads.shape[1] * 64)) * 16
-    if not row_io.store.in_memory:  # a file's rows are written all or none
+    if not row_io.store.in_memory:  # rows of a file are written in one call: all of them, or none
         size = max(1, len(pack.rows))
     for start in range(0, max(1, len(pack.rows)), size):  # a step without rows counts too
         rows, grads = pack.rows[start : start + size], pack.grads[start : start + size]
@@ -192,7 +195,7 @@ def _refuse_mixed_grads(owned: OwnedTable) -> None:
 
 
 def state_fields(owner: Optimizer, group: Group, table: Table) -> tuple[Field, ...]:
-    """The fields of a record besides the weight."""
+    """Return the fields of a record besides the weight."""
     rule, config = owner._rule, table._store.config
     dtype = torch.promote_types(config.dtype, torch.float32)
     count = 1 if rule.rowwise else config.dim
@@ -215,7 +218,7 @@ def check_table(owner: Optimizer, name: str, table: Table, group: Group) -> None
         if is_wrong:
             raise ValueError(f"{option} is not for table {name} of {dtype}: {reason}")
     table._check_attach(owner, state_fields(owner, group, table))
-    had_state = any(value is None for value in owner.state.get(table, {}).values())  # in its records
+    had_state = any(value is None for value in owner.state.get(table, {}).values())  # None: it is in records
     if had_state and table._store.state_owned and table._owner is not owner:
         raise FlatbedError(
             f"table {name} has lost the state of this {kind} since: its rows hold that of one optimizer, and "
@@ -246,14 +249,14 @@ class OptimizerTables:
         self._switches = [name for name in (*rule.state.values(), *rule.row_scalars.values()) if name]
         """The options that decide which state there is."""
         self._steppers: list[TableStepper] = []
-        self._retired: list[TableStepper] = []  # CUDA graphs hold launches of these
+        self._retired: list[TableStepper] = []  # former steppers, since CUDA graphs hold their launches
         self._built_from: Any = None
 
     # ---- ownership
 
     def add(self, owner: Optimizer, name: str, table: Table, number: int) -> None:
         """Make the optimizer own a table. State and scalars from a file or a copy are continued."""
-        again = [owned for owned in self.owned if owned.table is table]  # of a group that was removed
+        again = [owned for owned in self.owned if owned.table is table]  # its former group was removed
         if again and table._owner is owner:
             again[0].name, again[0].group = name, number
             return
@@ -293,7 +296,7 @@ class OptimizerTables:
         shown |= dict.fromkeys((*rule.state_names(group), *owned.row_scalars))
         held = owner.state.get(owned.table)
         odd = (held or {}).keys() - {*shown, *rule.state, *rule.scalars, *rule.shown_scalars}
-        if odd:  # of a wrapper, Lookahead for example
+        if odd:  # state of a wrapper, Lookahead for example
             raise FlatbedError(
                 f"{sorted(odd)} in the state of {owned.table!r} would be lost: a table's rows have the "
                 "state of the optimizer itself, and no other. Leave tables out of what wraps the optimizer"
@@ -313,9 +316,9 @@ class OptimizerTables:
     # ---- a step
 
     def collect_grads(self, owner: Optimizer) -> list[TableStepper]:
-        """The steppers of all tables, given their gradients; with several ranks, their mean.
+        """Give all tables' gradients to their steppers, with several ranks the mean; return the steppers.
 
-        Empty if no table has a gradient. Errors precede any change.
+        Returns an empty list if no table has a gradient. Errors are raised before anything changes.
         """
         several, groups = world_size() > 1, owner.param_groups
         capturing = any(map(is_capturing, {owned.table._store.device for owned in self.owned}))
@@ -355,7 +358,7 @@ class OptimizerTables:
     def _refuse_on_several_ranks(self, owner: Optimizer, *, capturing: bool) -> None:
         """Raise if a CUDA graph would exchange gradients, or if the norm would differ between ranks.
 
-        A table that is no replica has its own gradient.
+        A table with replicate=False has its own gradient on each rank.
         """
         if capturing:
             raise FlatbedError("with several ranks, a step with tables cannot be part of a CUDA graph")

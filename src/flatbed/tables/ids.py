@@ -169,15 +169,14 @@ class DeferredIdChecks:
 
     def prepare_capture(self, device: torch.device, n_rows: int) -> None:
         """Allocate and load what a captured lookup needs: neither is possible during a capture."""
-        self._n_rows = n_rows
         self.graph_error = new_first_error(device)
         to_int32_keys(self.graph_error, n_rows)
 
-    def first_error_of_graphs(self) -> Tensor:
+    def first_error_of_graphs(self, n_rows: int) -> Tensor:
         """Return the tensor that the kernels of all captured lookups record the first bad position in."""
         if self.graph_error is None:
             raise FlatbedError("take a training step with this table before the capture of a CUDA graph")
-        self._in_graphs = True
+        self._in_graphs, self._n_rows = True, n_rows
         return self.graph_error
 
     def check_graphs(self) -> None:

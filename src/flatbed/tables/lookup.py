@@ -88,7 +88,7 @@ def _checked_keys(
         capture = current_capture()
         if capture is not None and checks not in capture.checks:
             capture.checks.append(checks)
-        return as_keys(ids, n_rows, device), checks.first_error_of_graphs(), None
+        return as_keys(ids, n_rows, device), checks.first_error_of_graphs(n_rows), None
     if ids.device.type == "cpu":
         check_range(ids, n_rows)
         return as_keys(ids, n_rows, device, in_range=True), None, None

@@ -68,7 +68,8 @@ class RowStore:
         self.state_owned = True
         self.version = 0  # changes of fields, size, device or memory: views of an earlier version are stale
         self._laid_out = -1  # the version that `ensure_layout` has seen to
-        self.writes = 0  # operations that may have changed rows
+        self.writes = 0  # operations that may have changed rows, but for replays of CUDA graphs
+        self.has_steps_in_graphs = False  # True once a CUDA graph has captured a step
         self.cache: Cache | None = None  # hot records on the computing device; made by `ensure_cache`
         self._cache_serves = 0  # ids that the cache was found large enough for, or cannot be larger
         self._captured: list[Any] = []  # memory that CUDA graphs still use
