@@ -62,8 +62,8 @@ def doctor(
 ) -> None:
     """Look at torch, GPU, memory, bus and disk. With --table-gb, recommend a storage for a table.
 
-    With --rows, print what a table of that size needs by a model, without measuring anything. With one rank,
-    say whether it fits into the free memory or on the disk of this machine.
+    With --rows, print what a table of that size needs, estimated by flatbed.cost_model; nothing is measured.
+    With one rank, say whether it fits into the free memory or on the disk of this machine.
     """
     from flatbed.doctor import GB, examine, plan
 

@@ -1,9 +1,9 @@
 """A model of the step of a table whose rows are shared by many GPUs, from constants that are printed with it.
 
 Each rank looks up ids that other ranks own: weights and gradients travel between ranks, and records between
-the owner's host memory and its GPU. The terms are added, since each of them waits for the one before: the
-host waits for the GPU to learn how many rows each rank asks for. With one rank the host waits for nothing,
-and the longer of its time and the GPU's counts.
+the owner's host memory and its GPU. With several ranks the terms are added, since each stage waits for the
+previous one: the host waits for the GPU to learn how many rows each rank asks for. With one rank, host and
+GPU overlap, and the slower of the two counts.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ CUDA graph)."""
 GPU_MEMORY = 1_800 * GB
 """Bytes per second of rows of 512 bytes in the memory of a GPU (h200-rows)."""
 KERNEL_SECONDS = 0.3e-3
-"""Kernels of a step: 0.34 ms in a CUDA graph, of which 0.09 are the bus (h200-cache, Zipf 1.2)."""
+"""Kernels of a step: 0.34 ms in a CUDA graph, including 0.09 ms of the bus (h200-cache, Zipf 1.2)."""
 HOST_SECONDS = 1.0e-3
 """Python and launches of an eager step on one rank: 0.83 to 1.43 ms with Zipf ids (h200-shards)."""
 HEADER_SECONDS = 60e-6
-"""Time of a small message on the host between a rank and each other, before rows travel: 55 to 65 µs of CPU
-time with 8 to 32 ranks (h200-shards, headers)."""
+"""Time of a small message on the host between a rank and each other rank, before rows travel. It took 55 to
+65 µs of CPU time with 8 to 32 ranks (h200-shards, headers)."""
 
 # Measured on a CPU, as shares of the time of HOST_SECONDS there (benchmarks shards, host).
 EXCHANGE_SECONDS = 1.05 * HOST_SECONDS
-"""Python and launches that the exchanges of a step add, apart from other ranks."""
+"""Time of Python and launches that the exchanges of a step add, whatever the number of ranks."""
 PEER_SECONDS = 0.6e-3 * HOST_SECONDS
-"""The same for each other rank."""
+"""Time of Python and launches that the exchanges of a step add for each other rank."""
 
 # Counted in the code of a step.
 HEADERS_PER_STEP = 2
@@ -133,7 +133,7 @@ def sharded_step(
 
 
 def constants() -> str:
-    """Describe the constants: those that are assumed, and those that were measured."""
+    """Describe the constants: which are assumed, and which were measured."""
     return (
         f"assumed: {RANKS_PER_HOST} ranks per host; NVLink {NVLINK // GB}, network {NIC // GB} GB/s "
         f"per rank; host memory {HOST_MEMORY // GB} GB/s per host; {MESSAGES_PER_STEP} messages of "

@@ -61,7 +61,7 @@ def examine(table_bytes: int | None = None) -> dict[str, Finding]:
         probes["table"] = partial(fit, table_bytes)
     findings = {}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # findings say what torch would warn of
+        warnings.simplefilter("ignore")  # the findings cover what torch warns about
         for name, probe in probes.items():
             try:
                 findings[name] = probe()
@@ -199,7 +199,7 @@ def plan(
 ) -> dict[str, Finding]:
     """Describe what a table with ``shard="row"`` needs, by the model of `cost_model`. Nothing is measured.
 
-    For one rank, this machine's free memory and disk are looked at.
+    For one rank, the table is also compared with this machine's free memory and disk.
     """
     if n_rows < ranks:
         raise ValueError(f'shard="row" needs a row for each of the {ranks} ranks; found {n_rows} rows')
@@ -232,7 +232,7 @@ def plan(
 
 
 def _record_bytes(dim: int, optimizer: str) -> int:
-    """Return the size of a row with the state of an optimizer, by attaching one to a table without memory."""
+    """Return the size of a row with an optimizer's state. Builds the optimizer over an unallocated table."""
     classes = {name.lower(): getattr(optim, name) for name in optim.__all__ if name[0].isupper()}
     if optimizer.lower() not in classes:
         raise ValueError(f"optimizer must be one of {', '.join(classes)}; found {optimizer!r}")

@@ -63,5 +63,5 @@ def _bar(unit: str) -> Progress:
 
 
 def note(message: str) -> None:
-    """Write a line to stderr, where no filter of warnings reaches."""
+    """Write a line to stderr. It is not a warning, so that filters of warnings cannot hide it."""
     sys.stderr.write(f"flatbed: {message}\n")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flatbed.tables import initializers
-from flatbed.tables.initializers import Init, describe, described, fill_, parse
+from flatbed.tables.initializers import Init, describe, fill_, from_json, parse
 
 NORMAL, UNIFORM, CONSTANT = parse("normal"), parse("uniform"), parse(2.5)
 RANDOM = [NORMAL, parse(("normal", 0.5, 0.02)), UNIFORM, parse(("uniform", -0.1, 0.3))]
@@ -40,7 +40,7 @@ def drawn(n_rows: int, dim: int, init: Init = NORMAL, **more: Any) -> Tensor:
 )
 def test_parse(said: object, meant: Init) -> None:
     assert parse(said) == meant
-    assert described(json.loads(json.dumps(describe(meant)))) == meant
+    assert from_json(json.loads(json.dumps(describe(meant)))) == meant
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Files, versions and locks of a checkpoint's folder.
 
 A save holds an exclusive lock on `.lock`. A load holds a shared lock on the mark of the version that it
-reads, and a save leaves versions alone that are being read.
+reads, and a save does not remove versions that are being read.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ FORMAT, FORMAT_VERSION = "flatbed-checkpoint", 1
 CURRENT = "CURRENT.json"
 MANIFEST = "checkpoint.json"
 OPTIMIZERS = "optimizer.json"
-MARK = ".flatbed"  # in a subfolder that `save_checkpoint` made
+MARK = ".flatbed"  # a file in each subfolder that `save_checkpoint` has made
 LOCK = ".lock"
-HIDDEN = ".old-"  # before the name of a version that is being made or removed
+HIDDEN = ".old-"  # prefix of a version that is being made or removed
 VERSION = re.compile(r"v(\d{7,})(-[0-9a-f]{8})?")
 FILE = re.compile(r"(model|state|optimizer-\d+|table-\d+)\.safetensors|optimizer\.json")
 JSON_LIMIT = 1 << 28  # bytes
 
 
 class NoCheckpointError(FlatbedError, FileNotFoundError):
-    """A folder has no checkpoint: a run that may be resumed begins."""
+    """The error of a folder without a checkpoint. A program that resumes runs starts a new one then."""
 
 
 def no_checkpoint(folder: Path) -> NoCheckpointError:
@@ -52,7 +52,8 @@ def read_current(folder: Path) -> tuple[str, list[str]]:
     found = read_json(file)
     with naming_damage(file):
         token, versions = found["token"], [found["version"], *found.get("previous", ())]
-        is_known = found.keys() <= {"token", "version", "previous"}  # otherwise one bit may hide versions
+        # Otherwise a flipped bit in the key "previous" would hide the earlier versions.
+        is_known = found.keys() <= {"token", "version", "previous"}
         if not is_known or not isinstance(token, str) or not all(map(VERSION.fullmatch, versions)):
             raise ValueError(f"found {found}")
     return token, versions
@@ -67,9 +68,10 @@ def kept_versions(folder: Path) -> list[str]:
 
 
 def open_lock(folder: Path) -> BufferedReader:
-    """Make the folder if needed, and open the file that saves lock; they lock it inside a `with` block.
+    """Make the folder if needed, and open the file that a save locks.
 
-    Locked by a context manager in Python, it would stay locked after Control-C in that manager's own lines.
+    A save locks it inside of a `with` block on the file. If a context manager in Python locked it, Control-C
+    in the manager's own lines would leave it locked.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -108,11 +110,11 @@ def _kept(version: Path) -> Iterator[bool]:
         return
     with file:
         lock(file, exclusive=False)
-        yield (version / MARK).exists()  # otherwise a save removed it just before it was locked
+        yield (version / MARK).exists()  # False if a save removed the version just before the lock
 
 
 def make_version(folder: Path, token: str) -> Path:
-    """Make a new subfolder, and remove those of interrupted saves."""
+    """Make a new subfolder, and remove the subfolders of interrupted saves."""
     try:
         known = kept_versions(folder)
         remove_others(folder, known)
@@ -134,10 +136,10 @@ def remove_others(folder: Path, kept: Collection[str]) -> None:
     for path in list(folder.iterdir()):
         if not VERSION.fullmatch(path.name) or path.name in kept or path.is_symlink():
             continue
-        # NFS locks exclusively only what is open for writing.
+        # On NFS, an exclusive lock needs a file that is open for writing.
         with suppress(OSError), open(path / MARK, "r+b") as file:
             if lock(file, wait=False) is not False:
-                # Renamed first: half removed, it would look like the user's.
+                # Renamed first: a half removed version without its mark would look like the user's folder.
                 shutil.rmtree(path.rename(folder / f"{HIDDEN}{path.name}"), ignore_errors=True)
 
 
@@ -169,7 +171,7 @@ def read_manifest(path: Path, token: str | None = None) -> dict[str, Any]:
 
 
 def _checked(found: dict[str, Any]) -> dict[str, Any]:
-    """Return a manifest if it has the expected types, and names files of its own folder alone."""
+    """Return a manifest if it has the expected types, and only names files of its own folder."""
     kinds: dict[str, type] = {"token": str, "model": dict, "tables": dict, "extra": dict, "n_optimizers": int}
     # Manifests of earlier versions lack some of these.
     later: dict[str, type] = {"files": dict, "shards": dict, "paths": dict, "relative_paths": dict}
@@ -186,7 +188,7 @@ def _checked(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_files(path: Path, manifest: Mapping[str, Any], rank: int = 0, n_ranks: int = 1) -> None:
-    """Raise unless all files of a version are as they were written. Ranks check tensors in turn."""
+    """Raise unless all files of a version are as they were written. Each rank checks some of the tensors."""
     for number, (name, checksums) in enumerate(manifest["files"].items()):
         if name != OPTIMIZERS:
             check_tensors(path / name, checksums, part=slice((rank + number) % n_ranks, None, n_ranks))

@@ -47,23 +47,23 @@ from flatbed.tables.table import Table
 from flatbed.tables.tensor_file import naming_damage, read_tensors
 
 Finish = Callable[[], object]
-"""Does the rest of a change, which cannot fail for lack of space or by a wrong file."""
+"""Does the rest of a change. It cannot fail for lack of space or because of a wrong file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What state is loaded into: a model, optimizer, scheduler, scaler, or the random generators."""
+    """An object to load state into: a model, optimizer, scheduler, scaler, or the random generators."""
 
     name: str
     state: Any
     read: Callable[[], Any]
     load: Callable[[Any], object]
     put_back: Callable[[Any], object] | None = None
-    """Loads the state from before, after an error; `load` unless given."""
+    """Loads the former state again after an error. If it is None, `load` does."""
     is_large: bool = True
-    """True if tensors from before are kept in host memory, where they take no memory of a GPU."""
+    """Whether former tensors are kept in host memory, so that they take no memory of a GPU."""
     warning: str = ""
-    """What the user should know, if the load succeeds."""
+    """A warning for the user, or an empty string."""
 
 
 def load_checkpoint(
@@ -78,14 +78,16 @@ def load_checkpoint(
     """Load a checkpoint of `save_checkpoint` into the same model, optimizers and tables; returns `extra`.
 
     All files are read and checked first, and nothing changes if one of them does not fit, is damaged, or
-    finds no space. An error of a `load_state_dict` puts everything back: copies are kept in host memory.
-    After an error or Control-C while rows are being replaced, all tables raise until a load succeeds.
-    Gradients are dropped, and CUDA graphs that write them have to be captured again. What is not passed is
-    left out: without optimizers, tables are loaded without their state. With optimizers, a warning names a
-    scheduler, scaler or random generators that are left out. `folder` may be a version in the folder that
-    ``keep=`` has kept. With torch.distributed, all ranks call this, and all raise if one of them cannot load.
-    Their number may differ from that at the save: each rank reads the rows that it holds of tables with
-    ``shard="row"``.
+    finds no space. If a `load_state_dict` raises, everything is put back from copies in host memory. After an
+    error or Control-C while rows are being replaced, all tables raise until a load succeeds. Gradients are
+    dropped, and CUDA graphs that write them have to be captured again.
+
+    Objects that are not passed are left out: without optimizers, tables are loaded without their state. With
+    optimizers, a warning names a scheduler, scaler or random generators that are left out. `folder` may be a
+    version in the folder that ``keep=`` has kept.
+
+    With torch.distributed, all ranks call this, and all raise if one of them cannot load. The number of ranks
+    may differ from that at the save: of tables with ``shard="row"``, each rank reads the rows that it holds.
 
     >>> import flatbed, tempfile
     >>> emb, folder = flatbed.Embedding(1000, 8), tempfile.mkdtemp()
@@ -123,23 +125,23 @@ def load_checkpoint(
                 after = f"loading {path}: load it into tables with another path to keep both"
                 table._store.warn_of_loss(after, name=name)
         lockstep.meet()
-        begun: list[tuple[Table, tuple[int, int]]] = []  # with their generations before
+        begun: list[tuple[Table, tuple[int, int]]] = []  # tables with their former generations
         before = [(part, _copied(part.read(), to_host=part.is_large)) for part in parts]
-        try:  # no context manager of a generator: interrupted at its exit, it would end later, at any time
+        try:  # not a generator's context manager: interrupted at its exit, it could end at any later time
             _finish_all({part.name: partial(part.load, part.state) for part in parts}, path)
             lockstep.meet()
             begun += ((table, table._store.generation) for table in training.tables.values())
-            _finish_all(replace_rows, path)  # last: rows are not copied
+            _finish_all(replace_rows, path)  # last, since there is no copy of the rows
             lockstep.meet()
         except BaseException:
             if any(table._store.generation != generation for table, generation in begun):
                 for table, _ in begun:
                     table._store.mark_half_loaded()
             for part, state in reversed(before):
-                with suppress(Exception):  # of the part that raised, which may refuse any state
+                with suppress(Exception):  # the part that raised may refuse any state
                     (part.put_back or part.load)(state)
             raise
-        model.zero_grad()  # gradients of a step that Control-C has ended are not the checkpoint's
+        model.zero_grad()  # there may be gradients of a step that Control-C has ended
         for one in training.optimizers:
             one.zero_grad()
         for table in training.tables.values():
@@ -151,7 +153,7 @@ def _enter_version(folder: Path, lockstep: Lockstep, undo: ExitStack) -> tuple[P
     """Return the version to read and its manifest, the same on all ranks, and keep it until `undo` closes."""
     name = ""
     if lockstep.first:
-        with suppress(NoCheckpointError):  # all ranks raise it
+        with suppress(NoCheckpointError):  # all ranks raise it below
             path, manifest = undo.enter_context(reading(folder))
             name = path.name
     lockstep.meet()
@@ -159,7 +161,7 @@ def _enter_version(folder: Path, lockstep: Lockstep, undo: ExitStack) -> tuple[P
     if not name:
         raise no_checkpoint(folder)
     if not lockstep.first:
-        is_version = folder.name == name  # also the first rank was given one
+        is_version = folder.name == name  # the first rank was given a version, too
         path, manifest = undo.enter_context(reading(folder if is_version else folder / name))
     return path, manifest
 
@@ -195,7 +197,7 @@ def _copied(value: Any, *, to_host: bool) -> Any:
 
 
 def _put_back(model: nn.Module, before: Mapping[str, Any]) -> None:
-    """Copy a model's state back, without `load_state_dict`, which stops at the first error."""
+    """Copy a model's state back. Not by `load_state_dict`, which stops at the first error."""
     for name, value in dense_state(model).items():
         old, (prefix, _, last) = before.get(name), name.rpartition(".")
         if last == "_extra_state":
@@ -222,7 +224,7 @@ def _finish_all(parts: Mapping[str, Finish], path: Path) -> None:
 
 @contextmanager
 def _reading(file: Path) -> Iterator[dict[str, Tensor]]:
-    """Yield the tensors of a file, none without the file; what does not fit them is damage."""
+    """Yield the tensors of a file, none if it is missing. Errors in the body are reported as its damage."""
     with naming_damage(file):
         yield read_tensors(file) if file.exists() else {}
 

@@ -33,19 +33,19 @@ def load_table(
     replicate: bool = True,
     read_only: bool = False,
 ) -> Table:
-    """A new table from any table file, or from a folder of `save_checkpoint`.
+    """Make a new table from any table file, or from a folder of `save_checkpoint`.
 
-    The file of a table with ``storage="disk"`` is opened in place, as its last checkpoint left it. A file of
-    `table.save`, or a safetensors file of torch with a tensor "weight" (rows, dim) alone, is copied into a
-    table of any storage, "host" by default; with ``storage="disk"``, `to` names its file. The first optimizer
-    that keeps the file's state continues with it.
+    The file of a table with ``storage="disk"`` is opened in place, as its last checkpoint left it. Other
+    files are copied into a table of any storage, "host" by default: files of `table.save`, and safetensors
+    files of torch whose only tensor is "weight" (rows, dim). With ``storage="disk"``, `to` names the new
+    file. The first optimizer that keeps the file's state continues with it.
 
-    In a folder, `name` says which table, "items" or "items.weight" for example; it is needed if there are
-    several. The table is whole, whatever the number of ranks that saved it.
+    In a folder, `name` says which table to load, "items" or "items.weight" for example. It is needed if there
+    are several tables. The new table has all rows, whatever the number of ranks that saved it.
 
-    ``read_only=True`` opens the file of a disk table for serving: without lock or write access, in several
-    processes at once, also while another process trains it. Its rows are those of the last completed
-    checkpoint, and follow later ones.
+    ``read_only=True`` opens the file of a disk table for serving, without lock or write access. Several
+    processes can do so at once, also while another process trains the table. Its rows are from the last
+    completed checkpoint, and follow later checkpoints.
 
     >>> import flatbed, tempfile
     >>> path = tempfile.mkdtemp() + "/items.safetensors"
@@ -114,7 +114,7 @@ def _config_of_disk_table(path: Path, *, read_only: bool) -> Config:
 
 
 def check_path(path: Path, *, forget: bool = False) -> str:
-    """Check a checkpoint's folder or a table's file, and return what was found; damage raises.
+    """Check a checkpoint's folder or a table's file, and return what was found; raise for damage.
 
     With `forget`, remove the checksums of a table on disk instead.
     """
@@ -139,7 +139,8 @@ def check_path(path: Path, *, forget: bool = False) -> str:
 def _check_own_file(name: str, version: Path, manifest: dict[str, Any]) -> str:
     """Check the file of a table on disk that a checkpoint refers to.
 
-    Its place relative to the folder comes first, so that the file of a copy is found, then where it was.
+    The path relative to the folder is tried first, so that a copy of the folder finds the copied file. The
+    saved path is tried next.
     """
     saved, n_ranks = Path(manifest["paths"][name]), manifest["shards"].get(name, 1)
     if n_ranks > 1:
@@ -163,9 +164,9 @@ def _check_own_file(name: str, version: Path, manifest: dict[str, Any]) -> str:
 
 
 def _has_checkpoint(path: Path, token: str) -> bool:
-    """Return True if a table's file has the rows of a checkpoint, or gets them when it is opened."""
+    """Return whether a table's file has the rows of a checkpoint, or gets them when it is opened."""
     with closing(ReadOnlyStorage(path)) as storage:
-        # Asked again, since another process may have completed the checkpoint meanwhile.
+        # `meta_of` is asked twice, since another process may complete the checkpoint meanwhile.
         return any(test(token) for test in (storage.meta_of, partial(is_prepared, path), storage.meta_of))
 
 

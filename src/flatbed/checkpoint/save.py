@@ -104,14 +104,19 @@ def save_checkpoint(
 ) -> None:
     """Save model, optimizers and tables as one unit: a crash leaves this checkpoint or the last one.
 
-    `scheduler` (one or several) and `scaler` are saved with their state dicts; ``rng=True`` saves the random
-    generators of torch, Python and numpy. `extra` is a dict that JSON does not change (the epoch, say). The
-    last `keep` versions stay in the folder. A table on disk keeps its rows in its own file, which then holds
-    the checkpoint of this folder and no older one; ``copy_disk_tables=True`` writes them to the folder, like
-    those of other tables. Without it, `keep` must be 1, and a warning names another folder that can no longer
-    be loaded. Saves of several processes to one folder wait for each other. With
-    torch.distributed, all ranks call this, with a folder that all of them see. The first one writes, except
-    for tables with ``shard="row"``: all ranks write those together, in files that any number of ranks loads.
+    - `scheduler` (one or several) and `scaler` are saved with their state dicts.
+    - ``rng=True`` saves the random generators of torch, Python and numpy.
+    - `extra` is a dict that survives `json.dumps` and `json.loads` unchanged, with the epoch for example.
+    - `keep`: the last `keep` versions stay in the folder.
+    - ``copy_disk_tables=True`` writes the rows of tables on disk to the folder, as for other tables.
+
+    Without `copy_disk_tables`, a table on disk keeps its rows in its own file. That file has only one
+    version: after this save, older checkpoints cannot be loaded. So `keep` must be 1, and a warning names
+    another folder that can no longer be loaded.
+
+    Saves of several processes to one folder wait for each other. With torch.distributed, all ranks call this,
+    with a folder that all of them see. The first rank writes all files but those of tables with
+    ``shard="row"``. All ranks write these together, and any number of ranks can load them.
 
     >>> import flatbed, tempfile
     >>> emb = flatbed.Embedding(1000, 8)
@@ -179,12 +184,12 @@ def _undo(version: Path) -> None:
     """Remove the version of a save that has failed."""
     with suppress(FlatbedError):
         if version.name in folders.kept_versions(version.parent):
-            return  # decided, though perhaps not durably: the next change of a table completes it
+            return  # CURRENT.json names this version already; disk tables commit it at their next change
     shutil.rmtree(version, ignore_errors=True)
 
 
 def _tables_in_place(training: Training, copy_disk_tables: bool) -> list[str]:
-    """Return the names of tables whose rows stay in their own files; checks that the others can be saved."""
+    """Return the names of tables whose rows stay in their own files; raise if another cannot be saved."""
     in_place, saved = [], [id(optimizer) for optimizer in training.optimizers]
     for name, table in training.tables.items():
         if table.storage == "disk" and not copy_disk_tables:
@@ -206,7 +211,7 @@ def _tables_in_place(training: Training, copy_disk_tables: bool) -> list[str]:
 
 
 def _checked_extra(extra: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return `extra` as a dict, if JSON does not change it."""
+    """Return `extra` as a dict; raise if JSON would change it."""
     try:
         given = dict(extra or {})
         read = json.loads(json.dumps(given))
@@ -260,9 +265,9 @@ class Version:
             self.manifest["files"][OPTIMIZERS] = zlib.crc32(text.encode())
 
     def _check_shared(self, tensors: Mapping[str, Tensor]) -> None:
-        """Raise if this rank's model has other tensors than the first rank, which writes for all.
+        """Raise if the tensors of this rank's model differ from the first rank's, which are saved.
 
-        It may have none: FSDP1 with `rank0_only` gives them to the first rank alone.
+        It may have no tensors: FSDP1 with `rank0_only` only gives them to the first rank.
         """
         shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
         self.lockstep.meet()
@@ -277,7 +282,7 @@ class Version:
                 )
 
     def _write_tensors(self, name: str, packer: Packer) -> None:
-        """Write a file on the first rank, to which the others send their parts of DTensors."""
+        """Write a file on the first rank. The other ranks send it their parts of DTensors."""
         if not self.lockstep.first:
             for tensor in packer.tensors.values():
                 self._whole(tensor)
@@ -312,10 +317,14 @@ class Version:
             return whole(tensor.detach())
 
     def _write_tables(self, in_place: Collection[str]) -> None:
-        """Write tables, ranks of a sharded one together, and note where the rows of the others are."""
+        """Write tables, and add the paths of tables on disk to the manifest.
+
+        All ranks write a sharded table together.
+        """
         configs = {name: self.training.tables[name]._store.config for name in in_place}
         self.manifest["paths"] = {name: str(config.path) for name, config in configs.items()}
-        self.manifest["relative_paths"] = {  # to the folder: copies of folder and tables find each other
+        # Relative to the folder, so that copies of the folder and of the tables find each other.
+        self.manifest["relative_paths"] = {
             name: os.path.relpath(path, self.path.parent) for name, path in self.manifest["paths"].items()
         }
         self.manifest["shards"] = {
@@ -343,7 +352,7 @@ class Version:
 
 
 def _write_current(version: Path, token: str, *, keep: int) -> list[str]:
-    """Make a version the valid one; returns the names of those that stay."""
+    """Make a version the valid one; returns the names of the versions that stay."""
     previous = folders.kept_versions(version.parent)[: keep - 1]
     current = {"token": token, "version": version.name, "previous": previous}
     write_text(version.parent / CURRENT, json.dumps(current))

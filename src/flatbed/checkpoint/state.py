@@ -34,7 +34,7 @@ class Packer:
     def __init__(self, *, tied: bool = False) -> None:
         self.tensors: dict[str, Tensor] = {}
         self.ties: dict[str, str] = {}
-        """Names of tensors that share memory with an earlier one, and the name of that one."""
+        """Maps the name of a tensor to the name of an earlier one that shares its memory."""
         self._tied = tied
         self._places: dict[Any, str] = {}
 
@@ -71,7 +71,8 @@ class Packer:
     def _tensor(self, value: Tensor, name: str) -> Any:
         _check_plain(value, name)
         local = local_of(value)
-        # Not its address: a rank whose shard is empty has none, and must find the same ties as the others.
+        # The storage object, not its address: empty shards have no address, and all ranks must find the
+        # same ties.
         storage = local.untyped_storage()._cdata
         place = (storage, local.storage_offset(), value.dtype, tuple(value.shape), value.stride())
         if self._tied and value.numel() and place in self._places:
@@ -114,7 +115,7 @@ DECODERS: dict[str, Callable[[Any], Any]] = {
 
 
 def unpack(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Decode what `Packer.pack` encoded. Wrong values raise any error."""
+    """Decode what `Packer.pack` encoded. Raises any kind of error for wrong values."""
     if isinstance(value, list):
         return [unpack(item, tensors) for item in value]
     if not isinstance(value, dict):
@@ -149,7 +150,7 @@ def plain_state(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def load_plain_state(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Load a state of `plain_state`; tables stay as they are."""
+    """Load a state dict of `plain_state`; tables stay as they are."""
     for saved, own in zip(state["param_groups"], optimizer.param_groups, strict=True):
         for key, value in saved.items():
             if isinstance(value, Tensor) and isinstance(own.get(key), Tensor):
@@ -160,16 +161,16 @@ def load_plain_state(optimizer: Optimizer, state: dict[str, Any]) -> None:
         optimizer.load_state_dict(state)
 
 
-NO_OPTIONS = asdict(StepOptions())  # the defaults, which are what an optimizer of torch does
+NO_OPTIONS = asdict(StepOptions())  # the defaults: an optimizer of torch steps like this
 
 
 def options_of(optimizer: Optimizer) -> dict[str, Any]:
-    """Return the options that flatbed's optimizers have beyond torch's; none of an optimizer of torch."""
+    """Return the options that flatbed's optimizers have beyond torch's; {} for an optimizer of torch."""
     return asdict(optimizer._options) if isinstance(optimizer, FlatbedOptimizer) else {}
 
 
 def shapes_of(optimizer: Optimizer) -> list[list[Any]]:
-    """Return the shapes of parameters by group; of a flat one, the names and shapes of its parts."""
+    """Return the shapes of parameters by group; for a flat one, the names and shapes of its parts."""
 
     def shape(param: Tensor) -> list[Any]:
         if isinstance(param, FlatParameter):
@@ -182,7 +183,7 @@ def shapes_of(optimizer: Optimizer) -> list[list[Any]]:
 def check_same(optimizer: Optimizer, state: Any, shapes: Any, *, where: str) -> None:
     """Raise unless state was saved from the same parameters in the same groups."""
     compared: list[tuple[str, Any, Any]] = [("parameters of the shapes", shapes, shapes_of(optimizer))]
-    groups = zip(state["param_groups"], optimizer.param_groups, strict=False)  # shapes differ, too
+    groups = zip(state["param_groups"], optimizer.param_groups, strict=False)  # others differ in shapes
     for number, (saved, own) in enumerate(groups):
         theirs, ours = saved.get("param_names"), own.get("param_names")
         if theirs is not None and ours is not None:
@@ -196,7 +197,10 @@ def check_same(optimizer: Optimizer, state: Any, shapes: Any, *, where: str) -> 
 
 
 def shard_like(value: Any, like: Any) -> Any:
-    """Return this rank's part of a whole tensor as a DTensor, if `like` is one of that shape."""
+    """Return this rank's part of a whole tensor as a DTensor, if `like` is a DTensor of the same shape.
+
+    Other values are returned unchanged.
+    """
     if not isinstance(value, Tensor) or not isinstance(like, Tensor) or value.shape != like.shape:
         return value
     sharding = Sharding.of(like)
@@ -204,7 +208,7 @@ def shard_like(value: Any, like: Any) -> Any:
 
 
 def shard_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """Shard the state of DTensors like these. Optimizers of flatbed do so themselves."""
+    """Shard the state of each DTensor like the DTensor itself. Optimizers of flatbed do so on their own."""
     if isinstance(optimizer, FlatbedOptimizer):
         return state
     held = {}
@@ -232,7 +236,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: Mapping[str, Any]) -> None:
-    """Continue from the states of `rng_state`; those of GPUs that are not here are left out."""
+    """Continue from the states of `rng_state`; states of GPUs that are missing here are left out."""
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])  # noqa: NPY002

@@ -1,4 +1,4 @@
-"""The API of `contiguous_params` on current PyTorch: old code needs another import and nothing else."""
+"""The API of `contiguous_params` on current PyTorch: old code only needs another import."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flatbed.flat import FlatParameter, FlatParams, Source
 
 
 class ContiguousParams:
-    """Parameters and gradients stored contiguously, by the names of the original package.
+    """Parameters and gradients stored contiguously, with the names of the original package.
 
     One check is stricter: a parameter that receives no gradient while others do raises at the step, where
     the original used zeros. ``missing="zero"`` restores that.
@@ -45,13 +45,13 @@ class ContiguousParams:
         return self.flat.is_valid()
 
     def assert_buffer_is_valid(self) -> None:
-        """Raise ValueError naming what left the buffer."""
+        """Raise ValueError with a list of the parameters that are no longer in the buffer."""
         problems = self.flat.check()
         if problems:
             raise ValueError("\n".join(problems))
 
     def make_params_contiguous(self) -> None:
-        """Bring back parameters that left the buffer."""
+        """Move parameters that are no longer in the buffer back into it."""
         self.flat.rebind()
 
     @property

@@ -75,7 +75,7 @@ class PendingBatch:
     """The event after copies, admissions and moves of records; None on a CPU, or with a depth of 0."""
 
     def finish(self, *, is_left: bool = False) -> None:
-        """End all requests. Two threads may do so, and an interruption leaves those that have not ended.
+        """End all requests. Two threads may do so. After Ctrl-C, call it again: it skips finished requests.
 
         `is_left`: the loop ends while this batch is in use, or waits to be used.
         """
@@ -179,7 +179,7 @@ class Pipeline:
             host = HostBatch(batch)
             if batch is not NO_BATCH:
                 host = self.mover.to_host(batch)
-                at_once = not self.depth or ranks is not None  # the error of one rank is for all of them
+                at_once = not self.depth or ranks is not None  # raise here, so that all ranks raise
                 for selectors, prefetch in self.lookups:
                     ids = select_ids(prefetch.table, selectors, host.batch)
                     request = prefetch.check(ids, at_once=at_once)
@@ -304,7 +304,9 @@ class Pipeline:
 
 
 def begun(batches: Iterator[Any]) -> Iterator[Any]:
-    """Let the loader make its first batch here, and return an iterator over all, which raises its error.
+    """Take the first batch in this thread.
+
+    Returns an iterator over all batches. If the first one failed, the iterator raises that error.
 
     Loaders that are generators fork their workers then. A fork in another thread destroys in the worker what
     torch keeps for DTensors in the training thread, and the worker crashes or hangs.
@@ -370,12 +372,14 @@ class PrefetchIterator(Iterator[Any]):
 
     def __next__(self) -> Any:
         pipeline, stream, earlier_steps = self._pipeline, None, None
-        pipeline.is_in_next = True  # before it looks for `is_closed`, which `close` sets before it looks here
+        # Set before reading `is_closed`. `close` sets `is_closed` before reading this: one sees the other.
+        pipeline.is_in_next = True
         try:
             if pipeline.is_closed:
                 raise StopIteration
             if pipeline.settings is None:
-                pipeline.settings = thread_settings()  # here, since streams set the current GPU
+                # Must run before entering a stream, which changes the current GPU.
+                pipeline.settings = thread_settings()
             finished: list[Any] = []  # keeps the memory of admissions until "decisions" waits for their step
             if pipeline.in_use is not None:
                 finished += pipeline.in_use.requests
@@ -485,7 +489,7 @@ class PrefetchIterator(Iterator[Any]):
                 prefetch.admit(request, moved.tensors)
         finally:
             if decisions is not None and moves is not None and pending.requests:
-                # Also after the copies, and after caches that move no records in "moves".
+                # "moves" waits for copies, too, and `ready` is right for caches that only use "decisions".
                 self._decisions_done.record(decisions)
                 moves.wait_event(self._decisions_done)
             for prefetch, request in pending.requests:
@@ -498,7 +502,7 @@ class PrefetchIterator(Iterator[Any]):
     def _fail(self, error: BaseException) -> None:
         """Close, and let the loader thread tell other ranks the reason."""
         if self._decisions is not None and self._moves is not None:
-            # Possibly nothing holds the memory of the last admissions any more: "decisions" may use it again.
+            # The memory of the last admissions may be free. "decisions" waits for them before it reuses it.
             for stream in (self._moves, *self._streams.values()):
                 self._decisions.wait_stream(stream)
         if self._pipeline.ranks is not None:

@@ -3,7 +3,7 @@
 Every exchange begins with a header on the host: what the rank is doing, and a number for each peer. A rank
 that has failed says so in its header, so that all ranks raise instead of waiting. Rows and values follow over
 NCCL, or over gloo for tables that compute on the CPU. Headers have gloo groups of their own: each lookup
-compares ranks without the GPU, from several threads, in no order with the collectives of the model.
+compares ranks without the GPU, from several threads, before or after any collective of the model.
 """
 
 from __future__ import annotations
@@ -50,15 +50,16 @@ class Header:
     """The statements of all ranks at the beginning of an exchange, in rank order."""
 
     states: list[int]
-    counts: list[int]  # the count that each rank has for this one
+    counts: list[int]  # the count that each rank has for this rank
     numbers: list[int]  # the exchange ahead of time that each rank would use; 0 for none
 
 
 class Channel:
     """Headers and rows between the ranks of a process group. All tables of the group share it.
 
-    A channel is for one thread, since ranks must use it in one order. The training threads have one, and the
-    loader threads of each loop over a `Prefetcher` have one of its `loaders`, which later loops use again.
+    Only one thread of a rank uses a channel, since all ranks must use it in the same order. The training
+    thread uses the channel of `Channel.of`. The loader thread of a loop over a `Prefetcher` uses one of its
+    `loaders`, which later loops use again.
     """
 
     def __init__(self, parent: Any, number: int = 0) -> None:
@@ -71,12 +72,14 @@ class Channel:
             self._gloo = _gloo_of(parent, number)
         self.n_exchanges = 0
         self.table_numbers = count()
-        """Of new tables, which all ranks build in the same order."""
-        # They return a rank that is known never to answer a header, and why, given the number in the header;
-        # None if the time for it is over.
+        """Numbers of new tables. All ranks build tables in the same order."""
         self.watchers: list[Callable[[int | None], Departed]] = []
+        """Functions that return a rank that is known never to answer a header, and why, or None.
+
+        They take the number in the header, or None after a collective has failed.
+        """
         self.loaders: list[Channel] = []
-        self.is_free = False  # of a loader's channel: no loop uses it, and the last one ended on all ranks
+        self.is_free = False  # a loader's channel that no loop uses, after its last loop ended on all ranks
         self._lost_key = f"flatbed/{parent.group_name}/{number}/lost"
         self._lost: list[Any] | None = None  # a rank with which others have given up an exchange, and why
 
@@ -105,7 +108,7 @@ class Channel:
         state: int = OK,
         number: int = 0,
     ) -> Header:
-        """Tell each rank a count, and all of them a state and a number; return what the ranks tell.
+        """Send each rank a count, and all ranks a state and a number; return what all ranks have sent.
 
         Raises on all ranks if one has failed, or if ranks do different things or hold different facts.
         """
@@ -146,9 +149,9 @@ class Channel:
         return next((one for one in found if one is not None), None)
 
     def _give_up(self, departed: Departed = None) -> None:
-        """Raise, now and in later exchanges of all ranks, if a rank is known never to take part in one.
+        """Raise, now and in later exchanges of all ranks, if a rank is known never to take part in this one.
 
-        Its next header would answer that exchange.
+        Otherwise that rank's next header would be taken for the answer to this exchange.
         """
         if departed is not None:
             self._lost = leave_note(default_store(), self._lost_key, *departed)
@@ -157,7 +160,7 @@ class Channel:
             raise left_alone(*self._lost)
 
     def gather_texts(self, text: str, *, doing: str, to_first: bool = False) -> list[str]:
-        """Return a text of each rank, in rank order; with `to_first`, the first rank gets them alone."""
+        """Return a text of each rank, in rank order; with `to_first`, only the first rank gets them."""
         n_ranks, data = len(self.ranks), torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
         lengths = self.gather(torch.tensor([len(data)], device=CPU), doing=doing).flatten().tolist()
         n_copies = 1 if to_first else n_ranks
@@ -170,7 +173,7 @@ class Channel:
     def loader_channel(self, facts: Mapping[str, Any], *, is_new: bool) -> Channel:
         """Return a channel for the loaders of one loop, which the ranks begin together.
 
-        `is_new`: another one than this, which no other loop uses.
+        `is_new`: return another channel than this one, which no other loop uses.
         """
         doing = "the beginning of a loop over a Prefetcher"
         free = sum(1 << i for i, loader in enumerate(self.loaders) if loader.is_free)
@@ -187,7 +190,7 @@ class Channel:
     def _raise_unequal(
         self, doing: str, facts: Mapping[str, Any] | None, failure: BaseException | None
     ) -> None:
-        """Raise an error that says what the ranks do, on all of them."""
+        """Raise an error on all ranks that says what the ranks do."""
         reason = None if failure is None else reason_of(failure)
         shown = {name: str(value) for name, value in (facts or {}).items()}
         texts = self.gather_texts(json.dumps((doing, shown, reason)), doing=doing)
@@ -235,7 +238,7 @@ class Channel:
                 self._wait_for(self._gloo.alltoall_base(found, sent, list(received), list(counts)))
 
     def gather(self, value: Tensor, *, doing: str) -> Tensor:
-        """Return the vectors of all ranks, of one length, in rank order: (n_ranks, n)."""
+        """Return the vectors of all ranks, which have the same length, in rank order: (n_ranks, n)."""
         device = self._device_for(value.device)
         held = value.reshape(-1).to(device)
         found = held.repeat(len(self.ranks), 1)
@@ -267,7 +270,7 @@ class Channel:
             raise
 
     def _named_errors(self, doing: str) -> AbstractContextManager[None]:
-        """Name the ranks that are missing if a collective fails."""
+        """Name the missing ranks in the error of a collective."""
 
         def find_departed() -> Any:
             return read_note(default_store(), self._lost_key) or self._departed(None)
@@ -285,7 +288,7 @@ def _close_all() -> None:
 
 
 def _wait_out(work: Any, _: Any) -> None:
-    """Keep gloo alive until a piece of work ends, or the process does."""
+    """Keep gloo alive until a piece of work or the process ends."""
     with suppress(RuntimeError):
         work.wait()
 
@@ -293,8 +296,8 @@ def _wait_out(work: Any, _: Any) -> None:
 def _gloo_of(parent: Any, number: int) -> Any:
     """Make gloo's part of a channel, on all ranks of a process group.
 
-    `dist.new_group` would need all ranks of all groups, or would count the groups of each process for a name
-    that must be the same on all ranks.
+    Not by `dist.new_group`, which all ranks of the job would have to call. Otherwise it names the group by a
+    count in each process, and the count may differ between ranks.
     """
     c10d: Any = dist.distributed_c10d
     store = c10d.PrefixStore(f"flatbed/{parent.group_name}/{number}", default_store())

@@ -1,7 +1,7 @@
 """Dense parameters on several ranks: shards (FSDP2, tensor parallelism), and state sharded by ranks of DDP.
 
 `torch.distributed.tensor` takes seconds to import. Parameters can only be DTensors if other code has imported
-it, so that this module looks it up instead.
+it, so this module looks for it in `sys.modules`.
 
 With `shard_state` (ZeRO-1), every rank has whole parameters and whole gradients. It updates its rows of each
 parameter, and keeps state for these rows alone. After a step, ranks send each other the updated rows.
@@ -34,7 +34,7 @@ LOCAL = attrgetter("_local_tensor")
 
 
 def is_dtensor(tensor: object) -> bool:
-    """Tell if an object is a DTensor."""
+    """Return whether an object is a DTensor."""
     module = sys.modules.get("torch.distributed.tensor")
     kind = getattr(module, "DTensor", None)
     return kind is not None and isinstance(tensor, kind)
@@ -51,9 +51,10 @@ def arrived(local: Tensor) -> Tensor:
 
 
 def version_counters(params: Sequence[Tensor]) -> list[Tensor]:
-    """Tensors without memory that share the version counters of DTensors; other parameters themselves.
+    """Return tensors that share the version counters of DTensors, and the other parameters themselves.
 
-    torch needs twice the time to increment the version of a DTensor, which is no exact Tensor or Parameter.
+    torch needs twice the time to increment the version of a DTensor: it is faster for objects whose exact
+    class is Tensor or Parameter.
     """
     with torch._C._DisableTorchDispatch():
         return [p.detach() if is_dtensor(p) else p for p in params]
@@ -70,7 +71,7 @@ class Sharding:
 
     @staticmethod
     def of(tensor: Tensor) -> Sharding | None:
-        """The sharding of a DTensor; None for other tensors."""
+        """Return the sharding of a DTensor; None for other tensors."""
         if not is_dtensor(tensor):
             return None
         held: Any = tensor
@@ -82,7 +83,7 @@ class Sharding:
         return tuple(i for i, placement in enumerate(self.placements) if not placement.is_replicate())
 
     def wrap(self, local: Tensor) -> Tensor:
-        """Show this rank's part as a DTensor over the same memory."""
+        """Return this rank's part as a DTensor over the same memory."""
         from torch.distributed.tensor import DTensor
 
         placing: Any = {"shape": self.shape, "stride": self.stride, "run_check": False}
@@ -104,13 +105,13 @@ class Sharding:
 
 
 def on_several_meshes(params: Iterable[Tensor]) -> bool:
-    """Tell if parameters are sharded over more than one mesh."""
+    """Return whether parameters are sharded over more than one mesh."""
     meshes = {id(p._spec.mesh): p._spec.mesh for p in params if is_dtensor(p)}  # type: ignore[attr-defined]
     return len(set(meshes.values())) > 1
 
 
 def whole(value: Tensor) -> Tensor:
-    """All elements of a tensor; ranks exchange theirs if it is sharded."""
+    """Return all elements of a tensor. If it is sharded, ranks exchange their parts."""
     held: Any = value
     return held.full_tensor() if is_dtensor(value) else value
 
@@ -139,19 +140,19 @@ def check_sharding(param: Tensor, name: str) -> None:
 
 
 class LocalGrads:
-    """Finds this rank's part of the gradients of parameters, some of which are sharded, or their state is."""
+    """Finds this rank's part of gradients. Some of the parameters, or their state, are sharded."""
 
     def __init__(self, slots: Sequence[ParamSlot]) -> None:
         self._slots = slots
         self._owners = [slot.owner for slot in slots]
         self._all_sharded = all(map(is_dtensor, self._owners))
         self._specs: list[Any] = [None] * len(slots)
-        """The spec of the last gradient that was compared with its parameter's."""
+        """The spec of the last gradient whose placement was the same as its parameter's."""
 
     def __call__(self) -> list[Tensor | None]:
-        """The local gradients, which may be still to arrive.
+        """Return the local gradients. A collective may not have delivered some of them yet.
 
-        Equal specs are mostly the same object, which a list compares first.
+        Equal specs are mostly the same object. Comparisons of lists test this first.
         """
         # Reading an attribute of 1,000 DTensors takes half the time if torch does not look for overrides.
         with torch._C.DisableTorchFunctionSubclass():
@@ -223,22 +224,22 @@ class ShardGroups:
                 if sharding.mesh.size(dim) > 1:
                     gathers.setdefault(sharding.mesh.get_group(dim), []).append(index)
         self._gathers = [(group, _as_slice(classes)) for group, classes in gathers.items()]
-        """A process group, and the classes whose sums its ranks have to add up."""
+        """Process groups, and for each the classes whose sums its ranks have to add up."""
         self._norm_group = norm_group if norm_group is not None and norm_group.size() > 1 else None
 
     @property
     def many(self) -> bool:
-        """Tell if sums need other ranks."""
+        """Whether sums need other ranks."""
         return bool(self._gathers) or self._norm_group is not None
 
     def class_of(self, sharding: Sharding | None) -> int:
-        """The class of a parameter."""
+        """Return the class of a parameter."""
         return self._classes[_class_key(sharding)]
 
     def total(self, squares: Sequence[dict[int, Tensor]]) -> Tensor:
-        """A vector whose sum is that of all ranks, with the same bits on all of them.
+        """Return a vector whose sum is the sum over all ranks, with the same bits on all ranks.
 
-        `squares` has, for each stepper and class, a vector whose sum is this rank's.
+        `squares` has a vector for each stepper and class. The sum of a vector is the sum of this rank.
         """
         device = self._device(squares)
         vector = torch.zeros(len(self._classes), dtype=torch.float64, device=device)
@@ -252,7 +253,7 @@ class ShardGroups:
         return vector
 
     def any(self, flag: Tensor) -> Tensor:
-        """The largest value of a flag over all ranks."""
+        """Return the largest value of a flag over all ranks."""
         found = flag.detach().to(torch.float32).reshape(1)
         for group in (*(group for group, _ in self._gathers), self._norm_group):
             if group is not None:
@@ -260,7 +261,7 @@ class ShardGroups:
         return found
 
     def _gather(self, own: Tensor, group: Any) -> Tensor:
-        """The vectors of all ranks of a group, in rank order."""
+        """Return the vectors of all ranks of a group, in rank order."""
         gathered = own.repeat(group.size(), 1)
         on_cpu = own.device.type == "cpu"
         work = dist.all_gather(list(gathered.unbind()), own.contiguous(), group=group, async_op=on_cpu)
@@ -269,7 +270,7 @@ class ShardGroups:
         return gathered
 
     def _device(self, squares: Sequence[dict[int, Tensor]]) -> torch.device:
-        """The device of sums: a GPU if there is one."""
+        """Return the device of sums: a GPU if there is one."""
         found = [values.device for held in squares for values in held.values()]
         if found:
             return next((device for device in found if device.type != "cpu"), found[0])
@@ -278,7 +279,7 @@ class ShardGroups:
 
 
 def _as_slice(indices: list[int]) -> slice | list[int]:
-    """Consecutive indices as a slice, with which a GPU need not wait for the host."""
+    """Return consecutive indices as a slice: a list of indices would have to be copied to the GPU."""
     first, last = indices[0], indices[-1]
     return slice(first, last + 1) if indices == list(range(first, last + 1)) else indices
 
@@ -302,10 +303,10 @@ def reshard(model: nn.Module) -> None:
 
 PIECE_BYTES = 64 << 20  # of parameters per collective
 EDGE = 64
-"""Ranges of elements that are updated begin at multiples of this, or else bits would depend on the rows.
+"""Updated ranges of elements begin at multiples of this. Otherwise bits would depend on the rows of a rank.
 
-CPU kernels round the last elements of a tensor, which do not fill a vector, otherwise than all others. GPU
-kernels want aligned addresses.
+CPU kernels round the last elements of a tensor, which do not fill a vector, in another way than the others.
+GPU kernels need aligned addresses to load vectors.
 """
 
 
@@ -332,9 +333,9 @@ class StateSharding:
         return self._mesh
 
     def shard(self, param: Tensor) -> Sharding | None:
-        """Return the sharding of a parameter's rows; None: every rank updates all of it.
+        """Return the sharding of a parameter's rows; None if every rank updates the whole parameter.
 
-        That is so for scalars, and for parameters some of whose rows are not one piece of memory.
+        Ranks update whole scalars, and whole parameters with rows that are not one piece of memory each.
         """
         if is_dtensor(param) or param.dim() == 0 or param.is_meta:
             return None
@@ -443,7 +444,7 @@ def plan_pieces(params: Sequence[tuple[Tensor, Sharding]]) -> list[Piece]:
 
 
 def _batches(params: list[tuple[Tensor, Sharding]]) -> Iterator[list[tuple[Tensor, Sharding]]]:
-    """Split parameters up to the size of a piece."""
+    """Yield parameters in lists, each with the parameters of one piece."""
     batch: list[tuple[Tensor, Sharding]] = []
     nbytes = 0
     for param, sharding in params:
@@ -456,7 +457,7 @@ def _batches(params: list[tuple[Tensor, Sharding]]) -> Iterator[list[tuple[Tenso
 
 
 def _line_size(sharding: Sharding) -> int:
-    """Elements that a parameter takes in the line of a rank: those of the largest part."""
+    """Return the size of the largest part of a parameter: it has so many elements in each rank's line."""
     return -(-sharding.shape[0] // sharding.mesh.size()) * sharding.shape[1:].numel()
 
 
@@ -484,7 +485,7 @@ def own_part(param: Tensor, rows: OwnRows | None) -> Tensor:
 
 
 def exchange_pieces(pieces: Sequence[Piece], peers: Peers | None = None) -> None:
-    """Give all ranks the rows of all. A piece is sent while the one before it is written."""
+    """Give all ranks the rows of all ranks. A piece is sent while the piece before it is written."""
     sent: list[tuple[Piece, Any]] = []
     for piece in pieces:
         sent.append((piece, piece.send()))

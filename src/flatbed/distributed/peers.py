@@ -1,8 +1,8 @@
 """The other ranks of one optimizer: agreement when it is built, and failures of one rank in a step.
 
-Reason for it besides `Meeting`: a rank without shards does not know that others wait for it, and most steps
-communicate nothing. So ranks leave notes in the store, which others read while they wait. Optimizers are
-numbered on every rank, so that ranks know of which one the others speak.
+`Meeting` is not enough: a rank without shards does not know that others wait for it, and most steps
+communicate nothing. So ranks leave notes in the store, which others read while they wait. Every rank numbers
+its optimizers, so that notes of different optimizers are not mixed up.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Described:
 
 
 class Peers:
-    """Notes of the ranks of one optimizer, besides tensors."""
+    """Notes that the ranks of one optimizer leave for each other in the store."""
 
     def __init__(self) -> None:
         self._key = f"flatbed/optimizer/{next(_numbers)}"
@@ -56,7 +56,7 @@ class Peers:
 
     @staticmethod
     def of_new_optimizer() -> Peers | None:
-        """The other ranks; None without any, and for backends without a store (MPI)."""
+        """Return the other ranks; None if there are none, and for backends without a store (MPI)."""
         has_store = world_size() > 1 and str(dist.get_backend()) not in ("fake", "mpi")
         return Peers() if has_store else None
 
@@ -126,7 +126,7 @@ class Peers:
         Meeting.missed = True
 
     def built(self) -> None:
-        """Note that the optimizer exists: failures to add a group to it do not end its steps."""
+        """Record that the optimizer exists: a failure to add a group later does not end its steps."""
         self._is_built = True
 
     def _tell(self, error: Exception, concerned: list[int]) -> None:

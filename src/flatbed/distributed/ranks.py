@@ -3,7 +3,7 @@
 - `ExchangeError`: the error that all ranks raise if one of them has failed, is missing, or differs.
 - `Meeting` goes through the store of the default process group, since a collective hangs if one rank does not
   call it. It ends on all ranks. It is slow, and held once per optimizer or checkpoint.
-- `Lockstep` needs no process group but the user's, which may be NCCL alone.
+- `Lockstep` only needs the process group of the user, which may only have NCCL.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from flatbed.progress import note
 # ---- failures
 
 
-ALIVE_SECONDS = 2.0  # seconds that ranks wait for signs of life of the others, once a collective has failed
+ALIVE_SECONDS = 2.0  # how long ranks wait for signs of life of the others, once a collective has failed
 LOOK_AROUND = timedelta(seconds=0.5)
-"""How long a collective is waited for before known failures of other ranks are checked, again and again."""
+"""How often a rank that waits for a collective looks for known failures of other ranks."""
 
 
 class ExchangeError(FlatbedError):
@@ -43,7 +43,7 @@ def default_store() -> Any:
 
 
 def leave_note(store: Any, key: str, *values: Any) -> list[Any]:
-    """Leave values in the store, unless a rank has left some already; return those that count."""
+    """Leave values in the store, unless a rank has left some already; return the values in the store."""
     with suppress(RuntimeError):  # the process that hosts the store is gone
         return list(json.loads(store.compare_set(key, "", json.dumps(values))))
     return list(values)
@@ -58,7 +58,7 @@ def read_note(store: Any, key: str) -> list[Any] | None:
 
 
 def left_alone(rank: int, text: str) -> ExchangeError:
-    """Return the error of ranks that another rank has left, given what that rank did."""
+    """Return the error for the remaining ranks after `rank` has left them; `text` says what it did."""
     return ExchangeError(
         f"rank {rank} {text}, and the other ranks cannot continue without it: start all ranks again from the "
         f"last checkpoint"
@@ -66,7 +66,7 @@ def left_alone(rank: int, text: str) -> ExchangeError:
 
 
 def reason_of(error: BaseException) -> str:
-    """Return an error as other ranks show it."""
+    """Return the text of an error for messages on other ranks."""
     return f"{type(error).__name__}: {error}"
 
 
@@ -90,8 +90,8 @@ def difference(held: Mapping[int, Mapping[str, str]], advice: str) -> str | None
 def wait_for(work: Any, check: Callable[[], None]) -> None:
     """Wait for a collective between CPUs. `check` raises if another rank is known never to take part.
 
-    Errors that signal handlers raise here do not end the wait. torch has one for killed workers of a
-    DataLoader, whose own iterator raises, too.
+    Errors that signal handlers raise here do not end the wait. torch has such a handler for killed workers of
+    a DataLoader. The DataLoader's iterator raises, too, so that no error is lost.
     """
     while True:
         try:
@@ -99,7 +99,7 @@ def wait_for(work: Any, check: Callable[[], None]) -> None:
             return
         except RuntimeError:
             if work.is_completed():
-                work.wait()  # raises if the collective has failed, and not only this wait for it
+                work.wait()  # raises if the collective has failed, not only the wait for it
                 return
         check()
 
@@ -113,15 +113,15 @@ def naming_missing(
 ) -> Iterator[None]:
     """Turn an error of a collective into an `ExchangeError` that names the missing ranks of the group.
 
-    `find_departed` returns a rank that has told of its failure. It is named even if another of its threads
-    gives signs of life.
+    `find_departed` returns a rank that has told of its failure. This rank is named even if another of its
+    threads gives signs of life.
     """
     try:
         yield
     except ExchangeError:
         raise
     except RuntimeError as error:
-        if str(error).startswith("DataLoader worker"):  # of torch's signal handler, and of no collective
+        if str(error).startswith("DataLoader worker"):  # from torch's signal handler, not from a collective
             raise
         try:
             missing, departed = _missing(group, ranks), find_departed()
@@ -131,7 +131,7 @@ def naming_missing(
         if departed is not None:
             raise left_alone(*departed) from error
         names = " and ".join(f"rank {rank}" for rank in missing) or "another rank"
-        why = str(error).split("] ", 1)[-1].split(". ")[0]  # without gloo's file
+        why = str(error).split("] ", 1)[-1].split(". ")[0]  # without the name of gloo's source file
         raise ExchangeError(
             f"{names} did not answer in {doing}, and rank {dist.get_rank()} cannot continue ({why}): it "
             f"has ended, or makes another call. See its errors, make the same calls on all ranks, and "
@@ -141,7 +141,7 @@ def naming_missing(
 
 def _missing(group: Any, ranks: Sequence[int]) -> list[int]:
     """Return the ranks of a process group that give no sign of life within `ALIVE_SECONDS` seconds."""
-    # Once for all collectives of the group: ranks may miss another one in different collectives.
+    # One sign of life for all collectives of the group: ranks may miss a rank in different collectives.
     store, alive = default_store(), {rank: f"flatbed/{group.group_name}/alive/{rank}" for rank in ranks}
     store.set(alive[dist.get_rank()], "")
     deadline = time.monotonic() + ALIVE_SECONDS
@@ -163,10 +163,10 @@ _n_held: Counter[tuple[int, ...]] = Counter()
 
 
 class Meeting:
-    """One meeting of some ranks, which all of them hold in the same order."""
+    """One meeting of some ranks. All of them hold their meetings in the same order."""
 
     missed = False
-    """True after an error of this rank alone: the others have ended a meeting without this rank."""
+    """True if this rank failed before a meeting that other ranks held. The next `Meeting` skips that one."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self._ranks, self._store = tuple(ranks), default_store()
@@ -200,7 +200,7 @@ class Meeting:
         return [rank for rank in self._ranks if not self._store.check([f"{self._key}/{rank}"])]
 
     def _difference(self) -> str | None:
-        """Return what differs between ranks, all of which are present."""
+        """Return what differs between ranks. All of them must be present."""
         digests = {rank: self._store.get(f"{self._key}/{rank}").decode() for rank in self._ranks}
         texts = {digest: self._store.get(f"{self._key}/{digest}") for digest in set(digests.values())}
         held = {rank: json.loads(texts[digest]) for rank, digest in digests.items()}
@@ -215,7 +215,7 @@ class Meeting:
 
 
 PATIENCE = 300.0  # seconds that the first rank waits for others, which may evaluate longer than it did
-TELL_AFTER = 5.0  # seconds until it tells that it waits
+TELL_AFTER = 5.0  # seconds until the first rank writes a note that it waits
 
 
 def world_size() -> int:
@@ -254,11 +254,12 @@ def communicating(doing: str) -> AbstractContextManager[None]:
 
 
 class Lockstep:
-    """A `with` block of several steps on all ranks, which an error on one of them ends on all.
+    """A `with` block on all ranks. An error on one rank ends the block on all of them.
 
-    All ranks enter the block, and call `meet` as often: before every collective, and where none may continue
-    without the others. A rank that fails answers the next `meet` of the others when it leaves the block, so
-    that they raise. `undo` then runs on every rank. With `alone`, this rank works without the others.
+    All ranks enter the block and call `meet` equally often: before every collective, and where no rank may
+    continue without the others. A rank that fails answers the next `meet` of the others when it leaves the
+    block, so that they raise. `undo` then runs on every rank. With `alone`, this rank works without the
+    others.
     """
 
     def __init__(self, doing: str, *, alone: bool = False) -> None:
@@ -269,7 +270,7 @@ class Lockstep:
         self._is_over = False
 
     def __enter__(self) -> Lockstep:
-        """Wait until all ranks are here; raise if they do not come, before a collective would hang or mix."""
+        """Wait until all ranks are here; raise if one does not come: a collective would hang."""
         has_told = False
 
         def give_up(waited: float, absent: Callable[[], list[int]]) -> str | None:
@@ -315,9 +316,9 @@ class Lockstep:
             raise
 
     def _agree(self, failure: BaseException | None) -> None:
-        """Raise if another rank has failed and this one has not, whose own error goes on by itself.
+        """Raise if another rank has failed. If this rank has failed, its own error continues instead.
 
-        After an `ExchangeError` no rank waits: all have one, or have ended.
+        After an `ExchangeError` no rank waits for another: each rank raises one, or has ended.
         """
         if isinstance(failure, ExchangeError):
             return

@@ -1,7 +1,7 @@
 """Rows of a table sharded across ranks: placement, and the exchanges between ranks.
 
-Row `r` is row `r // n_ranks` of rank `r % n_ranks`: frequent ids, which often are consecutive, spread evenly,
-and a table that grows moves no row.
+Row `r` is row `r // n_ranks` of rank `r % n_ranks`. Frequent ids are often consecutive: this spreads them
+evenly. When a table grows, no row moves.
 
 Ranks tell each other how many rows they ask for, then which ones, and then send values (`Channel`).
 """
@@ -66,7 +66,7 @@ class Exchanged:
     rows: Tensor  # rows of this rank's part that all ranks ask for, in rank order
     counts: list[int]  # number of rows that each rank asks for
     is_idle: bool = False  # True if no rank has anything to exchange
-    number: int = 0  # of an exchange ahead of time: the same on all ranks, and on no other exchange
+    number: int = 0  # of an exchange ahead of time: equal on all ranks, and used for no other exchange
 
 
 class RowShards:
@@ -110,7 +110,7 @@ class RowShards:
         return Route(order, self.to_local(rows[order]), counts, len(rows))
 
     def resize(self, n_rows: int, resize_part: Callable[[int], None]) -> None:
-        """Change the number of rows on all ranks; `resize_part` changes that of this rank's part."""
+        """Change the number of rows on all ranks; `resize_part` changes the size of this rank's part."""
         doing = "a change of size"
         self.agree(doing, {"num_embeddings": n_rows})
         if n_rows < self.n_rows:
@@ -123,7 +123,7 @@ class RowShards:
     # ---- exchanges: every rank makes the same calls in the same order
 
     def describe(self, doing: str) -> str:
-        """Return what this rank does with which table, as errors and other ranks show it."""
+        """Return a text for what this rank does with this table, for errors on this and other ranks."""
         return f"{doing} of table {self.number} ({self.n_rows} rows)"
 
     def agree(self, doing: str, facts: Mapping[str, Any]) -> None:
@@ -132,7 +132,7 @@ class RowShards:
 
     @contextmanager
     def failing_together(self, doing: str) -> Iterator[None]:
-        """Tell the other ranks, which are in the exchange of this name, of an exception in the body."""
+        """Report an exception in the body to the other ranks, which are in the exchange `doing`."""
         try:
             yield
         except ExchangeError:
@@ -154,7 +154,7 @@ class RowShards:
 
     def exchange_ahead(self, route: Route, channel: Channel) -> Exchanged:
         """Ask the owners of rows for them ahead of time, over the channel of the loader threads."""
-        doing = f"the prefetch of table {self.number}"  # its size may change in another thread
+        doing = f"the prefetch of table {self.number}"  # without its size, which another thread may change
         header = channel.announce(doing, route.counts)
         exchanged = self._exchange_rows(route, header, channel)
         return replace(exchanged, number=channel.number << 48 | channel.n_exchanges)
@@ -173,7 +173,7 @@ class RowShards:
         return Exchanged(route, rows, header.counts)
 
     def to_askers(self, exchanged: Exchanged, values: Tensor) -> Tensor:
-        """Send the values of rows that this rank was asked for; return those that it has asked for.
+        """Send values to the ranks that have asked for them; return the values that this rank has asked for.
 
         Values of the row -1 are zeros.
         """
@@ -183,7 +183,7 @@ class RowShards:
         return whole.index_copy_(0, route.order, found)
 
     def to_owners(self, exchanged: Exchanged, values: Tensor) -> Tensor:
-        """Send values, one for each row of the route, to the owners; return those for rows of this rank."""
+        """Send a value for each row of the route to its owner; return the values for rows of this rank."""
         route = exchanged.route
         return self.all_to_all(values.index_select(0, route.order), route.counts, exchanged.counts)
 

@@ -1,4 +1,4 @@
-"""Any optimizer class of torch as a rule, which a trial on small tensors finds or refuses."""
+"""Rules from any optimizer class of torch. A trial on small tensors finds its state, or refuses the class."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from flatbed.rule import Group, Rule, Scalars, Tensors
 
 NOT_OPTIONS = ("params", "param_names", "initial_lr")
 SHAPE = (3, 4)
-LARGE = (130, 128)  # some optimizers treat matrices differently from 128 rows and columns on
+LARGE = (130, 128)  # some optimizers treat matrices of at least 128 rows and columns differently
 STEPS = 6
 Run = tuple[Tensor, dict[str, Any]]
 """A parameter after some steps, and its state."""
@@ -38,7 +38,7 @@ def quietly(seed: int = 0, device: torch.device | None = None) -> Iterator[None]
 
 
 def cloned(options: dict[str, Any]) -> dict[str, Any]:
-    """Options with copies of their tensors."""
+    """Return the options with copies of their tensors."""
     return {k: v.clone() if isinstance(v, Tensor) else v for k, v in options.items()}
 
 
@@ -46,9 +46,11 @@ def cloned(options: dict[str, Any]) -> dict[str, Any]:
 class StateSpec:
     """The state that an optimizer keeps.
 
-    `tensors` is state per element, with its first value: a number, an option's name, or None for the weight
-    itself. `numbers` is state that is one number for all elements, with the last one seen. `rows_are_new`
-    says that the first update of a row differs from later ones.
+    - `tensors`: state per element, mapped to its first value. That is a number, the name of an option, or
+      None for the weight itself.
+    - `numbers`: state that is one number for all elements, mapped to its value after the trial. The value
+      shows whether the number is an int, a float or a tensor.
+    - `rows_are_new`: the first update of a row differs from later ones.
     """
 
     tensors: dict[str, float | str | None]
@@ -84,7 +86,7 @@ class OptimizerProbe:
     def __init__(self, kind: type[torch.optim.Optimizer], options: dict[str, Any]) -> None:
         self.kind, self.options = kind, options
         self.defaults = dict(self._build(nn.Parameter(torch.zeros(SHAPE, device="cpu"))).defaults)
-        # A warm-up's first learning rate may be 0, which would show nothing.
+        # The first learning rate of a warm-up may be 0, and the trial would see no update.
         self._lr: dict[str, Any] = {"lr": float(self.defaults["lr"]) or 0.01} if "lr" in self.defaults else {}
         self._no_decay: dict[str, Any] = {"weight_decay": 0.0} if "weight_decay" in self.defaults else {}
 
@@ -117,7 +119,7 @@ class OptimizerProbe:
         return param.detach(), dict(optimizer.state[param])
 
     def sorted_state(self, state: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
-        """Names of the state that is per element, and the state that is one number."""
+        """Return the names of state that is per element, and the state that is one number."""
         tensors: list[str] = []
         numbers: dict[str, Any] = {}
         for name, value in state.items():
@@ -135,7 +137,10 @@ class OptimizerProbe:
         return tensors, numbers
 
     def refuse_hidden(self, start: Tensor, grads: list[Tensor], expected: Run) -> None:
-        """Raise unless everything kept between steps is in the state, and late state starts with zeros."""
+        """Raise if a step depends on more than the state, or if state of later steps does not start at zero.
+
+        State of later steps is state that appears after the first step.
+        """
         param, state = self.run(start, grads[:1])
         late = [n for n, v in expected[1].items() if state.get(n) is None and isinstance(v, Tensor)]
         zeros = {name: torch.zeros_like(expected[1][name]) for name in late}
@@ -147,7 +152,7 @@ class OptimizerProbe:
             )
 
     def refuse_neighbours(self, start: Tensor, grads: list[Tensor], expected: Run) -> None:
-        """Raise unless elements trained alone end with the values that they had among the others."""
+        """Raise unless training one element alone gives the same value as training it with others."""
         for one in (slice(0, 1), slice(2, 3)):
             param, state = self.run(start[one, one], [grad[one, one] for grad in grads])
             for alone, whole in [(param, expected[0]), *((state[name], expected[1][name]) for name in state)]:
@@ -157,7 +162,7 @@ class OptimizerProbe:
                         raise self.refusal("an element's update depends on other elements or their number")
 
     def first_value(self, name: str, grad: Tensor, *, counted: bool) -> float | str | None:
-        """The value that state begins with, as seen after a step without gradient."""
+        """Return the first value of a state, found by steps with gradients of zero."""
         zeros = torch.zeros(SHAPE)
         plain = self._no_decay
         moved = self.run(zeros + 2.0, [zeros], **plain)[1].get(name)
@@ -206,7 +211,7 @@ class TorchRule:
         for param, grad in zip(params, at.grads, strict=True):
             param.grad = grad
         known = {name: value for name, value in group.items() if name not in NOT_OPTIONS}
-        # The optimizer creates the state of its first step, and of new rows if it counts no steps.
+        # The optimizer itself makes the state of its first step, and of new rows if it counts no steps.
         if begun and (seen or self.found.numbers):
             if self._optimizer is None:
                 self._optimizer = self.kind([nn.Parameter(torch.zeros(1, device="cpu"))], **self.options)
@@ -239,7 +244,7 @@ class TorchRule:
     def _state(
         self, at: Tensors, i: int, numbers: list[float], *, new_for: dict[str, Any] | None
     ) -> dict[str, Any]:
-        """One parameter's state; new rows get their first values by the current options."""
+        """Return the state of one parameter. New rows get their first values from the current options."""
         p = at.params[i]
         state: dict[str, Any] = {}
         on_device = self.options.get("capturable") or self.options.get("fused")
@@ -259,8 +264,8 @@ class TorchRule:
 def from_torch(kind: type[torch.optim.Optimizer], params: ParamsT, **options: Any) -> Optimizer:
     """Train tables (and other parameters) with any optimizer class of torch that updates elementwise.
 
-    Takes the class's own options, and those of every flatbed optimizer (`max_norm`, …). A trial on a small
-    parameter finds the state of the class; classes whose state or update is not elementwise (LBFGS,
+    Takes the class's own options, and the options of every flatbed optimizer (`max_norm`, …). A trial on a
+    small parameter finds the state of the class. Classes whose state or update is not elementwise (LBFGS,
     Adafactor, Muon, …) are refused.
 
     >>> import flatbed, torch
@@ -283,6 +288,7 @@ def from_torch(kind: type[torch.optim.Optimizer], params: ParamsT, **options: An
     rule = Rule(
         hyperparameters=(),
         state=dict.fromkeys(found.tensors),
+        # `_seen`: this parameter or row has had a step. `_begun`: this parameter or table has.
         scalars=("_seen", "_begun", *found.numbers),
         reference=TorchRule(kind, options, found),
         initial={name: first for name, first in found.tensors.items() if first is not None},

@@ -67,7 +67,7 @@ class Optimizer(torch.optim.Optimizer):
         super().__init__(params, defaults)
         self._check_ranks()
         self._make_state_early(copies_weights=False)
-        self._own_tables()  # last: tables leave their optimizers for this one, and nothing can fail any more
+        self._own_tables()  # last: it takes tables from their former optimizers, and nothing may fail then
         if self._peers is not None:
             self._peers.built()
 
@@ -76,7 +76,7 @@ class Optimizer(torch.optim.Optimizer):
         self._plan: Plan | None = None
         self._tables = OptimizerTables(self._rule)
         self._stats = StepStats()
-        self._retired: list[Plan] = []  # CUDA graphs hold launches of their steppers
+        self._retired: list[Plan] = []  # former plans, since CUDA graphs hold launches of their steppers
         self._owns_tables = False
         self._averages_in_model = False
         self._module = None
@@ -85,7 +85,7 @@ class Optimizer(torch.optim.Optimizer):
         """Make state before the first gradient where torch does, and where checkpoints would lack it.
 
         Without state, `torch.distributed.checkpoint` takes a step with gradients of zero. That step would be
-        counted, and tables have no such gradients.
+        counted, and tables cannot have gradients of zero.
         """
         params = list(named_params(self.param_groups))
         eager = self._rule.eager
@@ -93,7 +93,7 @@ class Optimizer(torch.optim.Optimizer):
         if not (eager or self._state_sharding or has_shards_or_tables):
             return
         for _, p, _ in params:
-            if p.is_meta and p.requires_grad and is_dtensor(p):  # made once there are values
+            if p.is_meta and p.requires_grad and is_dtensor(p):  # its state is made once it has values
                 self.state.setdefault(p, {})
         lacking = {
             id(p)
@@ -106,13 +106,13 @@ class Optimizer(torch.optim.Optimizer):
             self._rebuild(early=lacking, copies_weights=copies_weights)
 
     def _sharding_of(self, param: Tensor) -> Sharding | None:
-        """Sharding of a DTensor, or of the state of a whole parameter."""
+        """Return the sharding of a DTensor, or of the state of a whole parameter."""
         if self._state_sharding is None or is_dtensor(param):
             return Sharding.of(param)
         return self._state_sharding.shard(param)
 
     def _row_scalars(self, group: Group) -> tuple[str, ...]:
-        """The scalars that a table of this group has in every record."""
+        """Return the scalars that a table of this group has in every record."""
         return self._rule.scalars_of_rows(group, per_row_steps=self._options.per_row_steps)
 
     def _own_tables(self, first: int = 0) -> None:
@@ -127,11 +127,11 @@ class Optimizer(torch.optim.Optimizer):
         """Add parameters with options of their own."""
         n_before = len(self.param_groups)
         module = param_group.get("params") if isinstance(param_group, dict) else None
-        if isinstance(module, nn.Module):  # with names, unless other groups have none
+        if isinstance(module, nn.Module):  # its parameters get names, unless other groups have none
             has_names = not n_before or "param_names" in self.param_groups[0]
             params = module.named_parameters() if has_names else module.parameters()
             param_group = {**param_group, "params": list(params)}
-        # torch's decorator, which dynamo needs only while it traces, imports dynamo: a second at every start.
+        # Unwrapped: torch's decorator, which is only needed for tracing, takes a second to import dynamo.
         inspect.unwrap(torch.optim.Optimizer.add_param_group)(self, param_group)
         try:
             self._check_group(self.param_groups[n_before], n_before)
@@ -187,7 +187,7 @@ class Optimizer(torch.optim.Optimizer):
             return _untraced_step(self, closure)
         return self._step(closure)
 
-    step.hooked = True  # type: ignore[attr-defined]  # torch would wrap it, hooks or not
+    step.hooked = True  # type: ignore[attr-defined]  # otherwise torch wraps `step`, even without hooks
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, or set them to zero."""
@@ -201,8 +201,8 @@ class Optimizer(torch.optim.Optimizer):
                 p.grad = None
 
     def state_dict(self) -> dict[str, Any]:
-        """State by torch's keys and in torch's format: `torch.optim` can load it."""
-        # Averages in the model are no weights to start a master or an average at.
+        """Return the state in torch's format, with torch's keys: `torch.optim` can load it."""
+        # Master weights and averages cannot start from the model while it holds averages.
         self._make_state_early(copies_weights=not self._averages_in_model)
         return build_state_dict(self, _torch_state_dict(self), with_tables=True)
 
@@ -211,11 +211,11 @@ class Optimizer(torch.optim.Optimizer):
         load_state_dict(self, state_dict, with_tables=True)
 
     def _state_dict_without_tables(self) -> dict[str, Any]:
-        """`state_dict()` without the state of tables, which checkpoints save separately."""
+        """Return `state_dict()` without the state of tables, which checkpoints save separately."""
         return build_state_dict(self, _torch_state_dict(self), with_tables=False)
 
     def _load_state_dict_without_tables(self, state_dict: dict[str, Any]) -> None:
-        """`load_state_dict()` that does not change tables and their state."""
+        """Load a state dict without changing tables and their state."""
         load_state_dict(self, state_dict, with_tables=False)
 
     def __repr__(self) -> str:
@@ -237,11 +237,13 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Tell a GradScaler to leave unscaling and skipping to the step, instead of doing both before it.
+        """Whether a GradScaler leaves unscaling and skipping to the step, instead of doing both before it.
 
-        As in torch, `fused=True` asks for that: the host then does not wait for the GPU. Without it,
-        frameworks that clip gradients or count skipped steps work as with torch's default. A GradScaler
-        cannot wait inside of a CUDA graph, it refuses fp16 gradients, and it does not know other ranks.
+        As in torch, `fused=True` asks for that: the host then does not wait for the GPU. Otherwise,
+        frameworks that clip gradients or count skipped steps work as with torch's default.
+
+        Some cases always need it: a GradScaler cannot wait inside of a CUDA graph, it refuses fp16 gradients,
+        and it does not know other ranks.
         """
         has_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call,unused-ignore]
         return (
@@ -282,19 +284,19 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def skipped_steps(self) -> Tensor:
-        """How many steps the optimizer skipped for gradients that are not finite, on their device."""
+        """The number of steps skipped because of gradients that are not finite: a tensor on their device."""
         vector = self._stats.latest
         return torch.zeros((), dtype=torch.long) if vector is None else vector[SKIPPED].long()
 
     def nonfinite(self) -> list[str]:
-        """Names of the parameters whose gradients are not finite at present. Waits for the GPU.
+        """Return the names of the parameters whose gradients are not finite now. Waits for the GPU.
 
-        Of a DTensor's gradient, this rank's shard counts.
+        Of a DTensor's gradient, only this rank's shard is looked at.
         """
         bad: list[str] = []
         for name, param, _ in named_params(self.param_groups):
             if param.grad is not None and not bool(torch.isfinite(local_of(param.grad)).all()):
-                # A flat parameter knows the names inside.
+                # A flat parameter knows the names of the parameters in it.
                 flat = None if isinstance(param, Table) else getattr(param, "_owner", None)
                 bad += [name.strip("'")] if flat is None else flat.nonfinite()
         return list(dict.fromkeys(bad))
@@ -362,7 +364,7 @@ class Optimizer(torch.optim.Optimizer):
             check_values_exist("a step")
             with torch.no_grad():
                 plan = self._current_plan()
-                # Its errors keep the plan: a CUDA graph can be captured next, without another eager step.
+                # Errors here keep the plan: a CUDA graph can be captured next, without another eager step.
                 table_steppers = self._tables.collect_grads(self) if self._tables.owned else []
                 try:
                     update_all(self, plan, table_steppers)
@@ -376,7 +378,7 @@ class Optimizer(torch.optim.Optimizer):
             raise
 
     def _refuse_replaced_params(self) -> None:
-        """Raise if only parameters that are not the optimizer's have gradients: it would train nothing."""
+        """Raise if only parameters outside of this optimizer have a gradient: a step would train nothing."""
         model = None if self._module is None else self._module()
         own = {id(param) for group in self.param_groups for param in group["params"]}
         others = [] if model is None else [one for one in model.named_parameters() if id(one[1]) not in own]
@@ -388,7 +390,7 @@ class Optimizer(torch.optim.Optimizer):
             )
 
     def _current_plan(self) -> Plan:
-        """The plan, built again if groups, state or parameters have changed since."""
+        """Return the plan. It is built again if groups, state or parameters have changed."""
         plan = self._plan
         if plan is None or plan.built_from != plan.fingerprint(self.param_groups, self.state):
             plan = self._rebuild()
@@ -408,8 +410,8 @@ class Optimizer(torch.optim.Optimizer):
         self._plan = None
 
 
-# Without torch's guard against tracing, which imports dynamo when it is called first: Control-C meanwhile
-# would leave modules half imported, and no state could be saved any more.
+# `state_dict` without torch's guard against tracing. The guard's first call imports dynamo. Control-C
+# during the import would leave modules half imported, and no state could be saved any more.
 _torch_state_dict: Callable[[Any], dict[str, Any]] = inspect.unwrap(torch.optim.Optimizer.state_dict)
 
 

@@ -1,4 +1,4 @@
-"""Options of an optimizer: those that torch's do not have, their validation, and all of them as one value."""
+"""Options of an optimizer: the options that torch lacks, their validation, and a description for ranks."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Extras(TypedDict, total=False):
 
 
 def named_params(groups: Sequence[Group], first: int = 0) -> Iterator[tuple[str, Tensor, int]]:
-    """All parameters and tables with a name for messages and the number of their group."""
+    """Yield all parameters and tables with a name for messages and the number of their group."""
     for number, group in enumerate(groups, first):
         given = group.get("param_names")
         for i, param in enumerate(group["params"]):
@@ -64,14 +64,14 @@ def named_params(groups: Sequence[Group], first: int = 0) -> Iterator[tuple[str,
 
 
 def describe_for_ranks(optimizer: Optimizer) -> list[Described]:
-    """Parameters and options as ranks that share DTensors compare them.
+    """Return parameters and options in the form in which ranks that share DTensors compare them.
 
     Whole parameters may differ between ranks, unless their gradients are part of a norm.
     """
     groups, options = optimizer.param_groups, optimizer._options
     found = [Described("the class of the optimizer", type(optimizer).__name__)]
     found += [Described(name, repr(value)) for name, value in asdict(options).items()]
-    others = optimizer._norm_group  # not the same one on the ranks of a pipeline stage
+    others = optimizer._norm_group  # ranks of one pipeline stage are in different norm groups
     found.append(Described("norm_group", "None" if others is None else f"{others.size()} ranks"))
     for number, group in enumerate(groups):
         for name, value in group.items():
@@ -106,7 +106,7 @@ LIMITS: dict[str, tuple[Callable[[float], bool], str]] = {
 def check_group(rule: Rule, group: Mapping[str, Any]) -> None:
     """Raise for hyperparameters outside the ranges that torch allows, and for unsupported ones.
 
-    The classes of `from_torch` check their own, which may have the names of others.
+    The classes of `from_torch` check their own hyperparameters, which may have these names and other ranges.
     """
     if not rule.hyperparameters:
         return
@@ -173,7 +173,7 @@ def check_options(options: StepOptions) -> None:
 
 
 def check_max_norm(max_norm: Any) -> None:
-    """Raise for what is no norm. Zero is allowed, as in torch; infinity only measures."""
+    """Raise if a value is not a norm. Zero is allowed, as in torch. Infinity only measures the norm."""
     if max_norm is not None and not (isinstance(max_norm, numbers.Real) and float(max_norm) >= 0):
         raise ValueError(f"max_norm must be a number ≥ 0, or None for no clipping; found {max_norm!r}")
 
@@ -198,7 +198,7 @@ def check_shard_state(ranks: Any) -> None:
 
 
 def check_param(options: StepOptions, param: Tensor, name: str) -> None:
-    """Raise for parameters that no step can update, or whose norm would be that of this rank alone."""
+    """Raise for parameters that no step can update, or whose norm would only include this rank."""
     if isinstance(param, WeightView):
         raise TypeError(f"parameter {name} is a view of a table's weights: give emb.table instead")
     check_sharding(param, name)
@@ -210,7 +210,7 @@ def check_param(options: StepOptions, param: Tensor, name: str) -> None:
 
 
 def is_fsdp_shard(param: Tensor) -> bool:
-    """Tell if FullyShardedDataParallel has marked a parameter as its own."""
+    """Return whether FullyShardedDataParallel has marked a parameter as its own."""
     return getattr(param, "_fsdp_flattened", False)
 
 

@@ -67,7 +67,7 @@ class StepStats:
         self._first_step = 0
 
     def of(self, kind: str, devices: Iterable[torch.device]) -> dict[torch.device, Tensor]:
-        """The statistics of these devices. A new device continues those of a former one."""
+        """Return the statistics of these devices. A new device continues those of a former one."""
         held = self._vectors.get(kind, {})
         start = torch.zeros(4, dtype=torch.float64, device="cpu")
         start[STEPS] = self._first_step
@@ -78,13 +78,13 @@ class StepStats:
         return found
 
     def _all(self) -> list[Tensor]:
-        """All vectors, those of parameters first."""
+        """Return all vectors, first the vectors of parameters."""
         return [vector for kind in sorted(self._vectors) for vector in self._vectors[kind].values()]
 
     def count_without_params(self, vector: Tensor) -> None:
-        """Count a step of tables alone in the statistics of parameters, which users read.
+        """Count a step that only updated tables in the statistics of parameters, which users read.
 
-        Those of another device stay as they are: a step would have to wait for it.
+        Statistics on another device stay as they are: a step would have to wait for that device.
         """
         held = self._vectors.get("params", {}).get(vector.device)
         if held is not None:
@@ -94,7 +94,7 @@ class StepStats:
 
     @property
     def latest(self) -> Tensor | None:
-        """The statistics of the last step: those of parameters, if there are any in the plan."""
+        """The statistics of the last step: of parameters if the plan has any, otherwise of tables."""
         return next(iter(self._all()), None)
 
     @property
@@ -109,7 +109,7 @@ class StepStats:
             vector[STEPS] = n_steps
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy continues from the number of steps, on any device."""
+        """Return the number of steps, from which a copy continues on any device."""
         return {"_vectors": {}, "_first_step": self.n_steps}
 
 
@@ -121,7 +121,7 @@ class MasterWeights:
         self.versions: list[int] = []
 
     def record_versions(self) -> None:
-        """Record that masters and parameters agree: a parameter of another version has been written to."""
+        """Record the versions of parameters, which agree with their masters now. Writes change them."""
         self.versions = [_version(slot) for slot in self.slots]
 
     def sync_written(self) -> None:
@@ -156,12 +156,12 @@ def _are_equal(entries: list[Any], contents: list[dict[str, Any]]) -> bool:
     """
     try:
         return entries == contents
-    except Exception:  # the truth of a tensor of several elements, or other devices
+    except Exception:  # tensors of several elements have no truth value; others may be on two devices
         return False
 
 
 def _version(slot: ParamSlot) -> int:
-    """The writes to a parameter so far. A DTensor and its local tensor count separately."""
+    """Return the number of writes to a parameter so far. A DTensor and its local tensor count separately."""
     return slot.param._version + slot.owner._version
 
 
@@ -212,13 +212,15 @@ class Plan:
         return plan_pieces([(s.owner, s.sharding) for s in self.slots if s.own_rows is not None])
 
     def fingerprint(self, groups: Groups, state: dict[Any, Any]) -> list[Any]:
-        """The present groups, state and parameters, as far as a step depends on them.
+        """Return the present groups, state and parameters, as far as a step depends on them.
 
-        Parameters are compared by identity and address, DTensors by that of their local tensor, which FSDP2
-        may replace, entries of the state and the tensors in them by identity. Code that converts dtypes, or
-        moves the memory of state, does so for all parameters: the first and the last one are compared in
-        detail. Of the others, `collect_grads` notices new strides at the same address if gradients have
-        them, too, as autograd's do. Asking 200 parameters would make a step on a CPU 3 % slower.
+        Parameters are compared by identity and address; the address of a DTensor is that of its local tensor,
+        which FSDP2 may replace. Entries of the state and the tensors in them are compared by identity.
+
+        Only the first and the last parameter are compared in detail. Code that converts dtypes, or moves the
+        memory of state, does so for all parameters. Comparing 200 parameters would make a step on a CPU 3 %
+        slower. For the others, `collect_grads` notices new strides if gradients have them, too, as autograd's
+        do.
         """
         entries = list(state.values())
         found: list[Any] = [
@@ -243,7 +245,7 @@ class Plan:
     def collect_grads(self) -> list[Tensor] | None:
         """Give the present gradients to the steppers; return the parameters that have one.
 
-        None: some gradients, or strides of their parameters, are others than the plan was built for.
+        Returns None if some gradients, or strides of their parameters, differ from those of the plan.
         """
         owners, sizes = self.owners, self._grad_sizes
         grads = list(map(GRAD, owners)) if self._local_grads is None else self._local_grads()
@@ -271,7 +273,7 @@ class Plan:
         ):
             return None
         if not is_known:
-            self._addresses = addresses  # otherwise the old list: equal ones are compared slower
+            self._addresses = addresses  # a known list is kept: steppers compare it faster than an equal copy
         if len(self.steppers) == 1 and not self._has_state_shards:
             self.steppers[0].set_grads(grads, self._addresses, unordered)
         elif self.steppers:
@@ -288,7 +290,7 @@ class Plan:
         )
 
     def _set_parts(self, grads: Grads, unordered: frozenset[int]) -> None:
-        """Give gradients to several steppers, or to one of parts of whole parameters."""
+        """Give gradients to several steppers, or to a stepper of parts of whole parameters."""
         for stepper, indices in zip(self.steppers, self._indices, strict=True):
             if self._has_state_shards:
                 stepper.whole_grads = [
@@ -304,7 +306,7 @@ class Plan:
 
         Modules of FSDP2 in the model gather their weights again.
         """
-        # In between, `model.cpu()` may have moved shards.
+        # Found again, since `model.cpu()` may have moved shards.
         averaged = [own_part(slot.owner, slot.own_rows) for slot in self.slots if slot.ema is not None]
         former = [param.detach().clone() for param in averaged]
         for param, value in zip(averaged, values, strict=True):
@@ -364,9 +366,9 @@ def build_plan(
 
 
 def update_all(optimizer: Optimizer, plan: Plan, table_steppers: list[TableStepper]) -> None:
-    """Collect the gradients of parameters, and update what has gradients, clipped by the norm of all.
+    """Collect the gradients of parameters, clip all gradients, and update parameters and rows that have one.
 
-    The steppers of tables have their gradients.
+    The steppers of tables have their gradients already.
     """
     options = optimizer._options
     if plan.masters.slots:
@@ -384,7 +386,7 @@ def update_all(optimizer: Optimizer, plan: Plan, table_steppers: list[TableStepp
     if not steppers and not (plan.shard_groups.many and (options.needs_norm or has_scaling)):
         return
     scaling = Scaling(scale, _found_by_any_rank(optimizer, plan, found_inf)) if has_scaling else None
-    squares: Tensor | None = None  # a single stepper of one class has its own
+    squares: Tensor | None = None  # None: a single stepper with one norm class uses its own
     if options.needs_norm:
         by_class = [stepper.squares() for stepper in steppers]
         held = [values for of_stepper in by_class for values in of_stepper.values()]
@@ -414,13 +416,13 @@ def update_all(optimizer: Optimizer, plan: Plan, table_steppers: list[TableStepp
 
 
 def _found_by_any_rank(optimizer: Optimizer, plan: Plan, found_inf: Tensor | None) -> Tensor | None:
-    """Return the overflow flag of a GradScaler; an overflow of one rank is one of all."""
+    """Return the overflow flag of a GradScaler. It is set if gradients overflow on any rank."""
     if tables := [owned.table for owned in optimizer._tables.owned]:
         found_inf = any_replica(found_inf, tables)
     if found_inf is None or not plan.shard_groups.many:
         return found_inf
     found = plan.shard_groups.any(found_inf)
-    # Not by the meshes of this rank alone if stages share a norm: other stages may have more or fewer.
+    # If pipeline stages share a norm, this rank's meshes do not decide: other stages may have more or fewer.
     if plan.has_several_meshes or optimizer._norm_group is not None:
         found_by_all = 1 - plan.shard_groups.any(1 - found_inf)
         if bool(found != found_by_all):

@@ -41,7 +41,7 @@ TORCH_KEYS = frozenset(
 
 
 def lacks_state(optimizer: Optimizer, group: Group, param: Tensor, *, copies_weights: bool) -> bool:
-    """Tell if a parameter's state is not complete; `copies_weights`: with its master weight and average."""
+    """Return whether a parameter lacks state; `copies_weights`: a master weight and an average count, too."""
     rule, options = optimizer._rule, optimizer._options
     needed = [*rule.state_names(group), *rule.shown_scalars]
     if copies_weights and options.ema_decay is not None:
@@ -103,7 +103,7 @@ class SlotBuilder:
             )
 
     def _state_dtype(self, slot: ParamSlot, held: list[Tensor]) -> torch.dtype:
-        """The dtype asked for; otherwise the wider one of the present state's and the parameter's."""
+        """Return the dtype asked for, or else the wider one of the present state's and the parameter's."""
         if self.optimizer._options.state_dtype is not None:
             return self.optimizer._options.state_dtype
         if self.optimizer._options.master_weights and slot.param.dtype in LOW:
@@ -114,7 +114,7 @@ class SlotBuilder:
         rule, device = self.optimizer._rule, slot.param.device
         is_hidden = key in rule.hidden_scalars
         value: Any = (self.hidden.get(id(held), {}) if is_hidden else held).get(key)
-        if value is None and is_hidden:  # state of torch's has been through a step
+        if value is None and is_hidden:  # state of a torch optimizer, mostly after a step
             is_new = "step" in held and float(held["step"]) == 0
             tensors = [held[name] for name in rule.state if isinstance(held.get(name), Tensor)]
             value = float(not is_new and not all(map(_is_negative_zero, tensors)))
@@ -160,10 +160,10 @@ def _filled(tensor: Tensor, value: Tensor | float) -> Tensor:
 
 
 def own_storage(view: Tensor) -> Tensor:
-    """A dense view's tensor over the same memory, with a storage object of its own.
+    """Return a tensor over the memory of a dense view, with a storage object of its own.
 
-    Pickle, `torch.save`, safetensors and Accelerate look at storages: they write a shared one as a whole, or
-    keep one of the tensors that share it.
+    Pickle, `torch.save`, safetensors and Accelerate look at storages: they write a shared storage as a whole,
+    or keep only one of its tensors.
     """
     if type(view) is not Tensor or view.device.type not in ("cpu", "cuda"):
         return view
@@ -175,7 +175,7 @@ def own_storage(view: Tensor) -> Tensor:
 def build_slots(
     optimizer: Optimizer, early: Container[int], *, loaded: bool, copies_weights: bool
 ) -> list[ParamSlot]:
-    """Slots for all parameters with a gradient or state. Gradients are checked before anything is made."""
+    """Return slots for all parameters with a gradient or state. Gradients are checked first."""
     groups, state = optimizer.param_groups, optimizer.state
     dense = [found for found in named_params(groups) if not isinstance(found[1], Table)]
     grads = [param.grad for _, param, _ in dense]
@@ -223,7 +223,7 @@ def publish_state(state: dict[Any, Any], slot: ParamSlot) -> None:
 
 
 def _wrapped(slot: ParamSlot, tensor: Tensor, old: Any) -> Tensor:
-    """A shard of state as a DTensor; the present one, if it shows the same memory."""
+    """Return a shard of state as a DTensor: the present DTensor, if it is over the same memory."""
     if is_dtensor(old) and local_of(old) is tensor:
         return cast(Tensor, old)
     if slot.own_rows is not None:
@@ -239,12 +239,12 @@ StateDict = dict[str, Any]
 ROUNDS = "rounding_steps"
 """A key that torch does not have: the steps so far, which choose the noise of stochastic rounding.
 
-It is in every group, too: `torch.distributed.checkpoint` saves groups and state alone.
+It is in every group, too: `torch.distributed.checkpoint` only saves groups and state.
 """
 
 
 def build_state_dict(optimizer: Optimizer, state_dict: StateDict, *, with_tables: bool) -> StateDict:
-    """Torch's state dict with the state of tables, by their keys."""
+    """Return torch's state dict with the state of tables under their keys."""
     tables = _tables_by_key(optimizer, state_dict)
     state = {
         key: dict(value) if isinstance(value, dict) else value
@@ -275,7 +275,7 @@ def _params_by_key(optimizer: Optimizer, state_dict: StateDict) -> dict[Any, Ten
 
 
 def _table_state(owned: OwnedTable) -> dict[str, Any]:
-    """A table's state as torch has it for an embedding's weight; empty before the first step."""
+    """Return a table's state as torch has it for an embedding's weight; empty before the first step."""
     table = owned.table
     if table._store.relayout_pending:
         return {}
@@ -333,7 +333,7 @@ def load_state_dict(optimizer: Optimizer, state_dict: StateDict, *, with_tables:
 
 
 def _loaded_groups(optimizer: Optimizer, state_dict: StateDict) -> Groups:
-    """The groups of a state dict with the optimizer's own parameters; defaults for what it lacks."""
+    """Return the groups of a state dict with the optimizer's own parameters; missing options get defaults."""
     copied = copy.deepcopy(state_dict["param_groups"])  # together: groups may share a learning rate
     saved = [{**optimizer.defaults, **group} for group in copied]
     ours, theirs = ([len(group["params"]) for group in side] for side in (optimizer.param_groups, saved))
@@ -351,7 +351,7 @@ def _loaded_groups(optimizer: Optimizer, state_dict: StateDict) -> Groups:
 
 
 def _dense_state(state_dict: StateDict, params: Mapping[Any, Any]) -> dict[Any, Any]:
-    """The state of all parameters that are no tables; wrappers' own keys are copied, as in torch."""
+    """Return the state of all parameters that are not tables. Keys of wrappers are copied, as in torch."""
     found: dict[Any, Any] = {}
     for key, value in state_dict["state"].items():
         param = params.get(key, key)
@@ -366,7 +366,7 @@ def _dense_state(state_dict: StateDict, params: Mapping[Any, Any]) -> dict[Any, 
 
 
 def _check_table_state(optimizer: Optimizer, owned: OwnedTable, held: Any) -> dict[str, Any]:
-    """A table's state in a checkpoint; raise if it does not fit the table."""
+    """Return a table's state in a checkpoint; raise if it does not fit the table."""
     table, rule, found = owned.table, optimizer._rule, dict(held or {})
     fields = table._store.record.state
     known = (*rule.state, *rule.scalars, MASTER, EMA)
@@ -391,13 +391,13 @@ def _check_table_state(optimizer: Optimizer, owned: OwnedTable, held: Any) -> di
 
 
 def _load_table_state(rule: Rule, owned: OwnedTable, held: dict[str, Any]) -> None:
-    """Write a table's fields and scalars; those that the checkpoint lacks get their first values."""
+    """Write a table's fields and scalars. If the checkpoint lacks one, it gets its first value."""
     table = owned.table
     table._store.set_state_fields(table._store.record.state)
     for field in table._store.record.state:
         if field.name in held:
             write_field(table, field.name, held[field.name].reshape(-1, field.count))
-        elif held and field.name.startswith("_"):  # torch does not know it: its state has been through a step
+        elif held and field.name.startswith("_"):  # torch's state dicts lack it, and are made after a step
             write_field(table, field.name, torch.ones(table.num_embeddings, 1, device="cpu"))
     names = [name for name in rule.scalars if name not in owned.row_scalars]
     hidden = {name: 1.0 for name in names if held and name in rule.hidden_scalars}

@@ -96,7 +96,7 @@ def rebuild(
         device = torch.device("cpu")
     made = kind(config, device=device, replicate=about["replicate"])
     if fields:
-        record = Record.described(fields)
+        record = Record.from_json(fields)
 
         def fill(start: int, stop: int, records: Tensor) -> None:
             for name, tensor in values.items():

@@ -22,8 +22,8 @@ from flatbed.tables.record import Record
 from flatbed.tables.storage.base import CPU, Fill, MemoryStorage, Storage, device_storage, host_storage
 from flatbed.tables.storage.disk import DiskStorage, ReadOnlyStorage
 
-DEFAULT_BATCHES = 4  # that a cache of the default size holds
-WARM_ROWS = 1 << 16  # that `warm` admits at once
+DEFAULT_BATCHES = 4  # batches that a cache of the default size holds
+WARM_ROWS = 1 << 16  # rows that `warm` admits at once
 SHARE = 4  # a cache of the default size takes at most this fraction of the GPU's free memory
 
 
@@ -36,7 +36,10 @@ def create_storage(
     zero: bool = False,
     meta: Mapping[str, Any],
 ) -> Storage:
-    """Allocate and fill a table's records. `zero`: `fill` writes zeros, which memory holds already."""
+    """Allocate and fill a table's records.
+
+    `zero`: `fill` writes zeros. It is skipped for memory, since new memory is zero.
+    """
     if config.path is not None:
         return DiskStorage.create(config.path, record, config.n_rows, fill=fill, meta=meta)
     storage = (host_storage if config.storage == "host" else device_storage)(record, config.n_rows, device)
@@ -46,9 +49,9 @@ def create_storage(
 
 
 def open_storage(config: Config) -> tuple[DiskStorage | ReadOnlyStorage, Config]:
-    """Open the file of a disk table, if it is what was asked for.
+    """Open the file of a disk table; raise if it differs from the table that was asked for.
 
-    Returns a config with the file's initializer, too.
+    Returns the config with the file's initializer and seed, too.
     """
     assert config.path is not None
     storage = ReadOnlyStorage(config.path) if config.read_only else DiskStorage.open(config.path)
@@ -72,12 +75,15 @@ def open_storage(config: Config) -> tuple[DiskStorage | ReadOnlyStorage, Config]
                 f"has (flatbed.load_table reads it from the file), or choose another path"
             )
     if "init" in about:
-        config = replace(config, init=initializers.described(about["init"]), seed=int(about["seed"]))
+        config = replace(config, init=initializers.from_json(about["init"]), seed=int(about["seed"]))
     return storage, config
 
 
 def slots_for(config: Config, record: Record, device: torch.device, n_wanted: int) -> int:
-    """Return how many records the cache of a config with `has_cache` holds; n_wanted, if no size is given."""
+    """Return the size of the cache in rows: the configured one, or else `n_wanted`.
+
+    `n_wanted` is limited by the free memory of the GPU. On a CPU it counts as 0.
+    """
     if config.cache_rows is not None:
         return min(config.cache_rows, config.n_rows)
     if config.cache_bytes is not None:
@@ -96,7 +102,7 @@ def slots_for(config: Config, record: Record, device: torch.device, n_wanted: in
 
 
 def build_cache(storage: Storage, n_slots: int, *, policy: str, device: torch.device) -> Cache:
-    """Build a cache whose records kernels move, if they reach the storage; otherwise the host copies them."""
+    """Build a cache. Kernels move its records if they reach the storage; otherwise the host copies them."""
     try:
         with torch.inference_mode(False):
             if isinstance(storage, MemoryStorage):
@@ -120,7 +126,10 @@ def build_cache(storage: Storage, n_slots: int, *, policy: str, device: torch.de
 
 
 def warm(cache: Cache, rows: Tensor, counts: Tensor) -> None:
-    """Admit unique rows, the most used last; `counts` says how often each is used."""
+    """Admit unique rows in the order given; `counts` says how often each is used.
+
+    Pass them in ascending order of use, so that the most used rows are admitted last.
+    """
     index = cache.index
     for some, times in zip(torch.split(rows, WARM_ROWS), torch.split(counts, WARM_ROWS), strict=True):
         cache.admit(some.to(cache.device))
@@ -131,7 +140,7 @@ def warm(cache: Cache, rows: Tensor, counts: Tensor) -> None:
 
 
 def location_of(storage: Storage, device: torch.device) -> RecordLocation | None:
-    """Return where kernels and operations of a device find the records of a storage; None if they cannot."""
+    """Return where a device's kernels and torch operations find the records; None if they cannot."""
     if storage.memory is None:
         return None
     storage.check()

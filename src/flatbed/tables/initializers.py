@@ -20,7 +20,7 @@ from flatbed.tables.workers import Workers, split
 CHUNK = 1 << 17  # elements drawn at once: long enough that threads seldom compete for the interpreter lock
 MOST_THREADS = 8  # on 16 cores, 16 threads took longer than 8
 BLOCK = 8  # 32-bit words per step of the Philox counter
-SKIPPED_WORDS = 1024  # of 64 bits per row: as many are drawn in the time of two calls
+SKIPPED_WORDS = 1024  # up to this many 64-bit words per row, drawing and dropping beats a call per row
 TAIL = 7.0  # bound of a draw in standard deviations: sqrt(2 ln 2**33) is 6.8
 NUMBERS = {"zeros": (), "constant": ("value",), "normal": ("mean", "std"), "uniform": ("low", "high")}
 """Names of the numbers of each kind of initializer."""
@@ -53,7 +53,7 @@ class Init:
 
     @property
     def largest(self) -> float:
-        """A bound of all magnitudes."""
+        """An upper bound of all magnitudes."""
         if self.kind == "normal":
             mean, std = self.numbers
             return abs(mean) + TAIL * std
@@ -79,13 +79,16 @@ def describe(init: Init) -> dict[str, Any]:
     return {"kind": init.kind, **dict(zip(NUMBERS[init.kind], init.numbers, strict=True))}
 
 
-def described(init: Mapping[str, Any]) -> Init:
-    """Invert `describe`. Raises KeyError, TypeError or ValueError for wrong descriptions."""
+def from_json(init: Mapping[str, Any]) -> Init:
+    """Build an initializer from the result of `describe`.
+
+    Raises KeyError, TypeError or ValueError for wrong descriptions.
+    """
     return Init(init["kind"], tuple(init[name] for name in NUMBERS[init["kind"]]))
 
 
 def check_fits(init: Init, dtype: torch.dtype) -> None:
-    """Raise if values would overflow. Random ones are drawn in float32 for every dtype."""
+    """Raise if values would overflow. Random values are drawn in float32 for every dtype."""
     limit = torch.finfo(dtype).max
     if init.kind != "constant":
         limit = min(limit, torch.finfo(torch.float32).max)
@@ -144,7 +147,7 @@ def _draw(init: Init, words: Words) -> Values:
 
 
 def _words(key: int, dim: int, rows: range) -> Words:
-    """Draw the random words of rows: row r uses `blocks` steps of the counter from r * blocks on."""
+    """Draw the random words of rows: row r uses the `blocks` counter values that follow r * blocks."""
     blocks, stride = -(-dim // BLOCK), rows.step
     source = np.random.Philox(counter=rows.start * blocks, key=key)
     n_words = blocks * (BLOCK // 2)

@@ -102,8 +102,11 @@ class Record:
         ]
 
     @staticmethod
-    def described(fields: Sequence[Mapping[str, Any]]) -> Record:
-        """Make a record from `describe`. Wrong descriptions raise KeyError, TypeError or ValueError."""
+    def from_json(fields: Sequence[Mapping[str, Any]]) -> Record:
+        """Build a record from the result of `describe`.
+
+        Raises KeyError, TypeError or ValueError for wrong descriptions.
+        """
         made = []
         for field in fields:
             count = field["count"]

@@ -38,21 +38,22 @@ if TYPE_CHECKING:
 class RowIO:
     """Access of lookups and steps to the rows of a `RowStore`.
 
-    It refers to the storage, and not the other way round: a table that is deleted frees its memory at once.
+    It refers to the store, but the store does not refer to it. Without a cycle of references, a deleted table
+    frees its memory at once.
     """
 
     def __init__(self, store: RowStore) -> None:
         self.store = store
 
     def _host_access(self) -> Storage | HostCopyCache:
-        """Return what reads and writes records that kernels do not reach."""
+        """Return the object that reads and writes records out of the reach of kernels."""
         cache = self.store.cache
         return self.store.ensure_layout() if cache is None else cast(HostCopyCache, cache)
 
     # ---- reading
 
     def weights(self, rows: Tensor, batch: LookupBatch | None = None) -> Tensor:
-        """Read the weights of rows, (n,) → (n, dim), on the computing device; `batch` is theirs, if any."""
+        """Read the weights of rows, (n,) → (n, dim), on the computing device. `batch`: the rows' lookup."""
         field = self.store.config.weight
         return self.gather(rows, field.nbytes, batch=batch).view(field.dtype)
 
@@ -76,7 +77,7 @@ class RowIO:
         return records.pin_memory().to(store.device, non_blocking=True)
 
     def read_fields(self, rows: Tensor) -> dict[str, Tensor]:
-        """Read all fields of rows in range, as tensors of their own on the computing device."""
+        """Read all fields of rows, which must be in range, to new tensors on the computing device."""
         record, memory = self.store.record, self._torch_memory()
         if memory is not None:
             views = {f.name: record.view(memory, f.name) for f in record.fields}
@@ -93,7 +94,7 @@ class RowIO:
     # ---- writing
 
     def reserve_space(self, grads: RowGrads) -> None:
-        """Raise if the disk has no room for changes of these rows of a file, before a step begins."""
+        """Reserve disk space for changes of these rows before a step begins; raise if there is none."""
         if self.store.cache is not None:
             cast(HostCopyCache, self.store.cache).reserve_space(grads.rows)
             return
@@ -154,17 +155,17 @@ def last_of_each(rows: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 READ, WRITE, GRADIENTS = "a read", "a write", "the gradients"
-"""Exchanges by their names in errors."""
-SAMPLE = 4096  # rows of replicas that are compared between ranks in every exchange, and of given weights
-DENSE_SAMPLE = 64  # dense parameters, and elements of each, that are compared
-LAST_COMPARED = 1024  # the step after which dense parameters are not compared any more
+"""Names of exchanges in errors."""
+SAMPLE = 4096  # rows that ranks compare: of replicas in every exchange, and of given weights
+DENSE_SAMPLE = 64  # dense parameters that ranks compare, and elements of each
+LAST_COMPARED = 1024  # the step after which ranks no longer compare dense parameters
 UNEQUAL = (
     "the replicas of this table are not equal on all ranks: call torch.manual_seed with the same number "
     "on every rank before building it, or pass seed=; train it with the same options, load the same "
     "checkpoint and write the same rows on every rank; or build it with replicate=False"
 )
 LOOKUP = {True: "a lookup", False: "a lookup without gradients"}
-"""By whether it records gradients: ranks that evaluate and ranks that train do different things."""
+"""Names of lookups, by whether they record gradients. Ranks raise if some train while others evaluate."""
 
 
 def shard_config(
@@ -175,10 +176,10 @@ def shard_config(
     mesh: DeviceMesh | None = None,
     process_group: Any = None,
 ) -> tuple[Config, RowShards | None]:
-    """Return the config of this rank's rows, and their division; None if this rank holds all rows.
+    """Return the config of this rank's rows, and the `RowShards`, or None if this rank holds all rows.
 
-    With several ranks this is a collective. They must agree on all options; the first rank's seed is used
-    if none was given.
+    With several ranks, all of them call this, with the same options. Without a seed, they use the first
+    rank's.
     """
     if shard not in (None, "row"):
         raise ValueError(f'shard must be "row" or None; found {shard!r}')
@@ -190,8 +191,8 @@ def shard_config(
     n_ranks, n_all = (1, 1) if group is None else (dist.get_world_size(group), dist.get_world_size())
     if replicate and n_ranks < n_all:
         raise ValueError(
-            f"the rows are sharded across {n_ranks} of {n_all} ranks, and nothing averages them with tables "
-            f"of the others: shard them across all ranks, or pass replicate=False if the tables differ"
+            f"the rows are sharded across {n_ranks} of {n_all} ranks, and gradients would not be averaged "
+            f"with the other ranks: shard them across all ranks, or pass replicate=False if the tables differ"
         )
     if not replicate and n_ranks == n_all:
         raise ValueError('shard="row" shards one table, and replicate=False asks for several: leave it out')
@@ -209,9 +210,9 @@ def shard_config(
 
 
 class ShardedRowIO:
-    """Access to the rows of all ranks, as `RowIO` has to those of one.
+    """Access to the rows of all ranks, by the methods that `RowIO` has for the rows of one rank.
 
-    Every method is a collective: all ranks call it, with rows that may differ or be none.
+    All ranks call every method. Their rows may differ, and a rank may have none.
     """
 
     def __init__(self, local: RowIO, shards: RowShards) -> None:
@@ -249,7 +250,7 @@ class ShardedRowIO:
                 cache.admit(to_int32_keys(rows, self.store.config.n_rows))
 
     def weights(self, rows: Tensor, batch: LookupBatch | None = None) -> Tensor:
-        """Read the weights of rows, (n,) → (n, dim), on the computing device; `batch` is theirs, if any."""
+        """Read the weights of rows, (n,) → (n, dim), on the computing device. `batch`: the rows' lookup."""
         exchanged = None if batch is None else batch.exchanged
         if exchanged is None:
             exchanged = self.exchange(READ, self.shards.route(rows))
@@ -258,7 +259,7 @@ class ShardedRowIO:
         return self.shards.to_askers(exchanged, held)
 
     def read_fields(self, rows: Tensor) -> dict[str, Tensor]:
-        """Read all fields of rows in range, as tensors of their own on the computing device."""
+        """Read all fields of rows, which must be in range, to new tensors on the computing device."""
         record, exchanged = self.store.record, self.exchange(READ, self.shards.route(rows))
         with self.shards.channel.posting_failures():
             held = self.local.gather(exchanged.rows)
@@ -277,10 +278,10 @@ class ShardedRowIO:
 
 @torch.no_grad()
 def exchange_grads(table: Table) -> None:
-    """Replace recorded gradients by the mean over all ranks. A collective: every rank calls it.
+    """Replace recorded gradients by the mean over all ranks. Every rank calls this.
 
     Ranks of a sharded table keep the gradients of their own rows. If any rank has a gradient, all ranks have
-    one afterwards, some of them without rows: a step counts on all ranks, or on none.
+    one afterwards, possibly without rows: a step counts on all ranks, or on none.
     """
     if table._shards is not None:
         _exchange_sharded(table, table._shards)
@@ -289,7 +290,7 @@ def exchange_grads(table: Table) -> None:
 
 
 def _exchange_sharded(table: Table, shards: RowShards) -> None:
-    own = table._grads.unshared().packed()  # a route leaves the row -1 out
+    own = table._grads.unshared().packed()  # it may have the row -1, which a route leaves out
     empty = RowGrads.empty(table._store)
     sent = empty if own is None else RowGrads(own.rows, own.grads.to(empty.grads.dtype))
     route = shards.route(sent.rows)
@@ -301,16 +302,20 @@ def _exchange_sharded(table: Table, shards: RowShards) -> None:
     if exchanged.is_idle:
         return
     rows, grads = exchanged.rows, shards.to_owners(exchanged, sent.grads)
-    if max(exchanged.counts) < len(rows):  # several ranks have sent gradients, in rank order
+    if max(exchanged.counts) < len(rows):  # several ranks have sent rows: add up repeated ones, in rank order
         n_rows = table._store.config.n_rows
         rows, grads = segment_sum(grads, unique(to_int32_keys(rows, n_rows), n_rows), None)
     table._grads.share(RowGrads(rows, grads / shards.n_ranks))
 
 
 def _facts(table: Table) -> dict[str, Any]:
-    """Return what ranks compare. At the first step of an optimizer: its class, its options, the state."""
+    """Return the facts that ranks compare.
+
+    At the first step of an optimizer, they include its class, its options and its state.
+    """
     owner, facts = table._owner, dict[str, Any](requires_grad=table._needs_grad)
-    if owner is not None:  # schedulers may follow a loss that differs; tensors would wait for the GPU
+    if owner is not None:
+        # A scheduler may change lr on one rank only. Tensors are skipped: reading them waits for the GPU.
         rates = [group.get("lr") for group in owner.param_groups]
         facts["lr"] = [rate for rate in rates if not isinstance(rate, Tensor)]
     if owner is None or (table._agreed is not None and table._agreed() is owner):
@@ -329,10 +334,10 @@ def _facts(table: Table) -> dict[str, Any]:
 
 
 def _compare_dense(table: Table, shards: RowShards) -> None:
-    """Warn if dense parameters of the optimizer were equal on all ranks at first, and are not any more.
+    """Warn if dense parameters of the optimizer were equal on all ranks at first, and differ now.
 
-    Nothing averages their gradients then. Parameters that differ from the first step on may be meant to:
-    stages of a pipeline, parts of tensors. Samples are compared before the steps 1, 2, 3, 5, 9 and so on.
+    Their gradients are not averaged then. Parameters that differ at the first step may differ on purpose, as
+    stages of a pipeline and shards do. Samples are compared before the steps 1, 2, 3, 5, 9 and so on.
     """
     n_before, owner, channel = table._exchanges, table._owner, shards.channel
     table._exchanges += 1
@@ -373,9 +378,9 @@ def _digest(*tensors: Tensor, seed: str = "") -> list[int]:
 
 
 def compare_given(table: Table, name: str, values: Tensor) -> None:
-    """Raise on all ranks of a sharded table if the values of all rows that each of them is given differ.
+    """Raise on all ranks of a sharded table if they were given different weights or state.
 
-    A sample is compared: each rank writes its own rows, and needs no others.
+    Ranks exchange a digest of a sample. Each rank was given all rows, and writes its own.
     """
     if table._shards is not None:
         stride = -(-len(values) // SAMPLE)

@@ -72,7 +72,7 @@ def config_of(
         dtype=weight.dtype,
         storage=storage,
         path=path,
-        init=initial.described(about["init"]) if "init" in about else initial.parse("normal"),
+        init=initial.from_json(about["init"]) if "init" in about else initial.parse("normal"),
         seed=int(about.get("seed", 0)),
         padding_idx=padding_idx,
     )
@@ -242,7 +242,7 @@ def inspect(path: Path) -> TableFile:
                 f"{' and '.join(VERSIONS)}: read it with the flatbed that wrote it"
             )
         with naming_damage(path):
-            record = Record.described(json.loads(metadata["fields"]))
+            record = Record.from_json(json.loads(metadata["fields"]))
             about = dict(json.loads(metadata["table"]))
             n_rows, name = int(about["num_embeddings"]), metadata.get("name", "")
             for field in record.fields:

@@ -1,6 +1,6 @@
-"""DataGadget, DataGadgetMM: arrays in memory or in .npy files, whose parts become tensors; COM: matrices.
+"""DataGadget and DataGadgetMM: arrays in memory or in .npy files. COM: co-occurrence matrices.
 
-The conversions of names, datatypes and ids are those of switchers, too.
+Switchers use the conversions of names, datatypes and ids, too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from flatbed import FlatbedError
 Array = np.ndarray[Any, Any]
 FileName = str | os.PathLike[str]
 SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
-"""Datatypes that torch can copy but not index, and those that stand in for them."""
+"""Datatypes that torch can copy but not index, and the datatypes that stand in for them."""
 
 
 def as_dtype(given: Any) -> torch.dtype:
@@ -73,7 +73,7 @@ def npy_path(name: FileName) -> Path:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield the name of a file to write, which then replaces `path`; an error leaves that as it was."""
+    """Yield the name of a file to write, which then replaces `path`. An error leaves `path` as it was."""
     part = path.with_name(f"{path.name}.part")
     yield part
     os.replace(part, path)
@@ -116,7 +116,7 @@ def as_index(indexes: Any, device: torch.device) -> Any:
 
 
 class PMemory:
-    """So many bytes of pinned host memory; of plain memory without a GPU."""
+    """A piece of pinned host memory of `size` bytes; of plain memory without a GPU."""
 
     def __init__(self, size: int) -> None:
         has_gpu = torch.cuda.is_available()
@@ -131,14 +131,14 @@ def my_pinned_allocator(bsize: int) -> PMemory:
 
 
 class ArrayViews:
-    """Where all rows are, and SpeedTorch's names for them as an array or a tensor."""
+    """The kind of memory of all rows, and SpeedTorch's names for them as an array or a tensor."""
 
     _storage: str = "device"
     CPUPinn: bool = False
     deviceType: str = "cuda"
 
     def _choose_storage(self) -> None:
-        """Follow the arguments `CPUPinn` and `deviceType`; those of classes on disk change nothing."""
+        """Follow the arguments `CPUPinn` and `deviceType`. For classes on disk they change nothing."""
         is_on_host = self.CPUPinn or torch.device(self.deviceType).type == "cpu"
         if self._storage == "device" and is_on_host:
             self._storage = "host"
@@ -182,7 +182,7 @@ class StoredArray(ArrayViews):
             self._tensor = tensor.pin_memory() if device.type == "cuda" else tensor
 
     def getData(self, indexes: Any) -> Tensor:
-        """Copy rows by number, or any part that a tensor can be indexed with, to the computing device."""
+        """Copy rows by number, or a part by any index that tensors take, to the computing device."""
         whole = self.getTorchVar()
         part = signed(whole)[as_index(indexes, whole.device)]
         return part.view(whole.dtype).to(computing_device(), copy=True)
@@ -205,7 +205,7 @@ class StoredArray(ArrayViews):
             np.save(file, array, allow_pickle=False)
 
     def loadCupy(self, loadFileName: FileName) -> None:
-        """Replace the array by that of a .npy file."""
+        """Replace the array by the array of a .npy file."""
         self._store(open_npy(loadFileName))
 
     def close(self) -> None:
@@ -255,7 +255,7 @@ class MappedArray(StoredArray):
         self._tensor = self._mapped = None
 
 
-# A dataclass takes its fields as arguments, in their order: that of SpeedTorch's constructors.
+# A dataclass takes its fields as arguments. They are in the order of SpeedTorch's constructors.
 
 
 @dataclass(eq=False, repr=False)
@@ -309,10 +309,10 @@ class DataGadgetMM(MappedArray):
         self._map(loadFileName)
 
 
-# ---- matrices of how often classes occur together, as GloVe trains from
+# ---- co-occurrence matrices, from which GloVe is trained
 
 
-MOST = 1 << 53  # sums are float64, which count exactly to here
+MOST = 1 << 53  # sums are float64, which are exact up to this count
 
 
 @dataclass(eq=False, repr=False)
@@ -360,7 +360,7 @@ class CountMatrix(StoredArray):
         self.insertData(totals, entries)
 
     def _check_totals(self, totals: Array) -> None:
-        """Raise for sums that the datatype cannot hold or cannot count on from."""
+        """Raise for sums that the datatype cannot hold, or to which it cannot add 1 exactly."""
         is_float = self.datatype.is_floating_point
         limit = 2 / torch.finfo(self.datatype).eps if is_float else torch.iinfo(self.datatype).max
         limit = min(int(limit), MOST)

@@ -29,7 +29,7 @@ IMPLEMENTATION = ("params", "foreach", "fused", "capturable", "differentiable")
 """Options that choose how a step is computed and not its result."""
 
 
-# A dataclass takes its fields as arguments, in their order: that of SpeedTorch's constructors.
+# A dataclass takes its fields as arguments. They are in the order of SpeedTorch's constructors.
 
 
 @dataclass(eq=False, repr=False)
@@ -81,7 +81,8 @@ class WeightSwitcher(Switcher):
     def variableTransformer(self, batchSize: int, posPerBatch: int, negPerBatch: int | None = None) -> Any:
         """Return static inputs for the forward pass: slots, as numpy arrays of int64.
 
-        Their shape is (batchSize, posPerBatch); with `negPerBatch` a second one is (batchSize, negPerBatch).
+        The array has the shape (batchSize, posPerBatch). With `negPerBatch`, a second array of the shape
+        (batchSize, negPerBatch) follows.
         """
         n_positive = batchSize * posPerBatch
         positive = np.arange(n_positive).reshape(batchSize, posPerBatch)
@@ -152,7 +153,7 @@ class ModelFactoryMM(WeightSwitcher, DiskSwitcher):
 class PytorchModelFactory(WeightSwitcher):
     """All rows of an embedding: `deviceType` "cuda" for the variable's device, "cpu" for host memory.
 
-    GPUs address the host memory with any `pinType`.
+    `pinType` changes nothing: GPUs address the host memory anyway.
     """
 
     datatype: Any = "float32"
@@ -180,7 +181,7 @@ class CPUPytorchModelFactory(WeightSwitcher):
 
 @dataclass(eq=False, repr=False)
 class StateSwitcher(Switcher):
-    """Switcher of an optimizer's state, whose names and first values a trial of its class has found."""
+    """Switcher of an optimizer's state. A trial of the optimizer's class finds its names and first values."""
 
     given_optimizer: torch.optim.Optimizer
     total_classes: int
@@ -213,7 +214,7 @@ class StateSwitcher(Switcher):
         return variable
 
     def _group(self) -> dict[str, Any]:
-        """Return the variable's group as it is now: loading a state dict makes new groups."""
+        """Return the variable's group. It is looked up each time: `load_state_dict` replaces the groups."""
         for group in self.given_optimizer.param_groups:
             if any(param is self._variable() for param in group["params"]):
                 return group
@@ -231,7 +232,7 @@ class StateSwitcher(Switcher):
     def optInit(self) -> None:
         """Create the state of all rows with its first values. Do nothing for an optimizer without state.
 
-        State that begins as the weights, as ASGD's average, needs the rows of the variable's own switcher.
+        If state starts as a copy of the weights, as ASGD's average does, initialise the ModelFactory first.
         """
         if not self.optVarList:
             return
@@ -265,7 +266,7 @@ class StateSwitcher(Switcher):
     # ---- the loop
 
     def _copy_in(self, variable: nn.Parameter, batch: SlotBatch) -> None:
-        """Replace the optimizer's state. Before its first step it has none, and makes it itself."""
+        """Replace the optimizer's state. Before its first step, the optimizer has none, and will make it."""
         state = self.given_optimizer.state.get(variable)
         if not state:
             self._table()  # raises before optInit()
@@ -305,7 +306,7 @@ def first_values(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> dic
     Returns first values by name: a number, the name of an option, or None for the weight itself.
     """
     kind = type(optimizer)
-    if kind is torch.optim.SparseAdam:  # takes sparse gradients alone; its state is Adam's
+    if kind is torch.optim.SparseAdam:  # it only takes sparse gradients; it has the state of Adam
         kind = torch.optim.Adam
     known = inspect.signature(kind).parameters
     options = {
@@ -315,7 +316,7 @@ def first_values(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> dic
     }
     rule = from_torch(kind, [nn.Parameter(torch.zeros(1, 1))], **options)._rule
     firsts = {name: rule.initial.get(name) for name in rule.state}
-    # The trial ran in float32. The shortest decimal number of a float32 is the option as it was written.
+    # The trial ran in float32, which makes 0.1 into 0.10000000149. `str` of a float32 gives 0.1 back.
     return {n: float(str(np.float32(v))) if isinstance(v, float) else v for n, v in firsts.items()}
 
 

@@ -46,8 +46,8 @@ class SlotBatch:
         return last, position[self._last_of_row]
 
     def holds(self, ids: Array) -> bool:
-        """Tell whether these ids, of any dtype, are those of the slots."""
-        # Bytes of an array are compared in a quarter of the time of (ids == self.ids).all().
+        """Return whether the slots hold these ids, which may have any dtype."""
+        # Comparing bytes takes a quarter of the time of (ids == self.ids).all().
         return ids.dtype.kind in "iu" and ids.astype(np.int64).tobytes() == self._bytes
 
     @property
@@ -72,7 +72,10 @@ class SlotBatch:
 
     @cached_property
     def repeated(self) -> tuple[Tensor, Tensor, int]:
-        """The slots of rows that have several; for each slot, the number of its row among these; how many."""
+        """The slots of repeated rows; for each of these slots, its row's number; the number of such rows.
+
+        Repeated rows, which have several slots, are numbered from 0.
+        """
         inverse = self._last_and_inverse[1]
         is_repeated = np.bincount(inverse) > 1
         slots = np.flatnonzero(is_repeated[inverse])
@@ -91,7 +94,7 @@ class Slots:
         self._scratch: Array = np.empty(0, np.int64)
         self._hook: Any = None
         self.switchers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-        """Switchers that last copied rows to the variable, and to each optimizer's state, by their keys."""
+        """The last switcher to copy rows to the variable, and to each optimizer's state, by its key."""
 
     @staticmethod
     def of(variable: Tensor) -> Slots:
@@ -102,7 +105,7 @@ class Slots:
         return slots
 
     def batch_of(self, ids: Array, device: torch.device, n_rows: int) -> SlotBatch:
-        """Return a batch of these ids, (n,), which are checked; the loaded one if its ids are the same."""
+        """Check ids, (n,), and return a batch of them: the loaded one if its ids are the same."""
         loaded = self._batch
         is_loaded = loaded is not None and loaded.device == device and loaded.holds(ids)
         if loaded is not None and is_loaded and loaded.end <= n_rows:
@@ -141,7 +144,7 @@ class Slots:
         return _shared_sparse(grad, batch) if grad.is_sparse else _shared(grad, batch)
 
     def _refuse_old_grad(self) -> None:
-        """Raise if the gradient is of an earlier batch's rows, or would be added to one that is."""
+        """Raise if the gradient belongs to rows of an earlier batch, or would be added to such a gradient."""
         variable, node = self.variable(), torch._C._current_autograd_node()
         assert variable is not None
         # Hooks of autograd.grad may run at another node.
@@ -182,7 +185,7 @@ def _shared(grad: Tensor, batch: SlotBatch) -> Tensor:
 
 
 def _shared_sparse(grad: Tensor, batch: SlotBatch) -> Tensor:
-    """Sum gradients, and add the other slots of the rows that were looked up."""
+    """Sum gradients by row. All slots of a row get the sum, also those that were not looked up."""
     rows, n_unique = batch.inverse[grad._indices()[0]], len(batch.unique)
     sums = torch.ops.aten.embedding_dense_backward(grad._values(), rows, n_unique, -1, False)
     was_looked_up = torch.zeros(n_unique, dtype=torch.bool, device=grad.device)

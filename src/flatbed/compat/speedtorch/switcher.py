@@ -35,15 +35,15 @@ class Switcher(ArrayViews):
     """Copies rows of a batch out of storage before the forward pass, and back after the step.
 
     A `flatbed.Embedding` stores all rows. Its rows hold all tensors of a switcher side by side. A subclass
-    has `_variable()`, which returns the variable as it is now, and copies rows of a batch from storage to the
-    model or the optimizer (`_copy_in`) and back (`_copy_out`).
+    has `_variable()`, which returns the present variable. Its `_copy_in` copies rows of a batch from storage
+    to the model or the optimizer, and its `_copy_out` copies them back.
     """
 
     _variable: Callable[[], nn.Parameter]
     _copy_in: Callable[[nn.Parameter, SlotBatch], None]
     _copy_out: Callable[[nn.Parameter, SlotBatch], None]
     _key: int
-    """Key in `Slots.switchers` of the place that this switcher copies rows to."""
+    """Key in `Slots.switchers`: 0 if this switcher fills the variable, else the id() of the optimizer."""
     _init_method: ClassVar[str]
     _is_stacked: ClassVar[bool] = False
     """True for several tensors, by name."""
@@ -78,7 +78,7 @@ class Switcher(ArrayViews):
             )
 
     def _slots(self, variable: nn.Parameter) -> Slots:
-        """Return the slots of the variable; looking them up takes as long as copying some rows."""
+        """Return the slots of the variable. They are kept, since finding them takes time."""
         if self._last_slots is None or self._last_slots.variable() is not variable:
             self._last_slots = Slots.of(variable)
         return self._last_slots
@@ -140,7 +140,7 @@ class Switcher(ArrayViews):
         self._forget_batch()
 
     def _forget_batch(self) -> None:
-        """Forget the loaded batch, whose rows are no longer those of the storage."""
+        """Forget the loaded batch. Its rows are no longer equal to the rows in storage."""
         self._batch, self._is_pending = None, False
 
     def _read(self, batch: SlotBatch, tensors: Sequence[Tensor]) -> None:
@@ -170,7 +170,7 @@ class Switcher(ArrayViews):
     # ---- rows of a batch
 
     def beforeForwardPass(self, retrievedPosIndexes: Any, retrievedNegIndexes: Any = None) -> None:
-        """Copy rows from storage: those of the positive ids, then those of the negative ids."""
+        """Copy rows from storage: first for the positive ids, then for the negative ids."""
         variable = self._variable()
         ids = flat_ids(retrievedPosIndexes, retrievedNegIndexes)
         if not self._names:  # an optimizer without state
@@ -200,7 +200,7 @@ class Switcher(ArrayViews):
         if not self._names:
             return
         others: list[Switcher] = []
-        if variable._version != self._version:  # in the step, all switchers must have held the same rows
+        if variable._version != self._version:  # the optimizer has stepped: all switchers must hold these ids
             others = [one for one in switchers.values() if one._batch is not batch and not one._holds(ids)]
         if batch is None or not self._is_pending:
             problem = "without a beforeForwardPass() since the last one, or since rows were loaded"
@@ -225,7 +225,7 @@ class Switcher(ArrayViews):
     # ---- all rows
 
     def _blocks(self) -> Iterator[slice]:
-        """Ranges of rows to copy at once; none of an optimizer without state."""
+        """Yield ranges of rows to copy at once; nothing for an optimizer without state."""
         n_bytes = len(self._names) * self.embed_dimension * self.datatype.itemsize
         step = max(1, BLOCK_BYTES // max(1, n_bytes))
         for start in range(0, self.total_classes if n_bytes else 0, step):
@@ -258,11 +258,11 @@ class Switcher(ArrayViews):
         self._forget_batch()
 
     def getNumpyVersion(self) -> Any:
-        """Copy all rows to a numpy array; of an optimizer, to a dict of arrays by name."""
+        """Copy all rows to a numpy array; for an optimizer, to a dict of arrays by name."""
         return self._by_name(to_numpy(self._copied()))
 
     def getTorchVar(self) -> Any:
-        """Return all rows as a tensor over their memory, or a copy of a file; of an optimizer, as a dict."""
+        """Return all rows as a tensor over their memory, or a copy of a file; for an optimizer, as a dict."""
         if self._storage == "disk" or not self._names:
             return self._by_name(self._copied())
         return self._by_name(self._table().weight.detach().chunk(len(self._names), dim=1))
@@ -270,7 +270,7 @@ class Switcher(ArrayViews):
     # ---- files
 
     def saveCupy(self, saveFileName: FileName | None = None) -> None:
-        """Write all rows to a .npy file, by default `diskname`; of an optimizer, (tensors, rows, numbers)."""
+        """Write all rows to a .npy file, by default `diskname`; for an optimizer, (tensors, rows, dim)."""
         if self._names:
             self._table()  # raises before a file is made
         shape = self._shape if self._is_stacked else self._shape[1:]
@@ -286,7 +286,7 @@ class Switcher(ArrayViews):
         self._load(torch.from_numpy(array if self._is_stacked else array[None]))
 
     def saveTorch(self, saveFileName: FileName) -> None:
-        """Write all rows with torch.save: a tensor; an optimizer's as a dict of tensors."""
+        """Write all rows with torch.save, as a tensor; for an optimizer, as a dict of tensors."""
         with replacing(Path(saveFileName)) as part:
             torch.save(self._by_name([tensor.clone() for tensor in self._copied()]), part)
 

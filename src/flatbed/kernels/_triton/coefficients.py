@@ -23,14 +23,14 @@ MAX_PARTIALS = 4096  # per launch of `squares_kernel`
 CAPTURES = 8  # CUDA graphs that can be captured between two eager steps
 
 # Columns of the table of parameters, one line each.
-FIRST_BLOCK = tl.constexpr(0)  # of this parameter, counted within its launch
+FIRST_BLOCK = tl.constexpr(0)  # the first block of the parameter, counted within its launch
 NUMEL = tl.constexpr(1)
 GROUP = tl.constexpr(2)
 PARAM = tl.constexpr(3)
 MASTER = tl.constexpr(4)
 EMA = tl.constexpr(5)
-SCALARS = tl.constexpr(6)  # two
-STATES = tl.constexpr(8)  # four
+SCALARS = tl.constexpr(6)  # two columns
+STATES = tl.constexpr(8)  # four columns
 COLUMNS = tl.constexpr(12)
 
 # Entries of the vector `step_stats`.
@@ -39,13 +39,16 @@ NORM = tl.constexpr(step.NORM)
 SKIPPED = tl.constexpr(step.SKIPPED)
 STEPS = tl.constexpr(step.STEPS)
 
-LINE = tl.constexpr(1 + MAX_COEFFICIENTS)  # of hyperparameters or coefficients: one common, then the rule's
+# Length of a line of hyperparameters or coefficients: one value that all rules have, then the rule's values.
+LINE = tl.constexpr(1 + MAX_COEFFICIENTS)
 
 
 @triton.jit
 def pointer(address, dtype: tl.constexpr, VECTOR: tl.constexpr):
-    """An address as a pointer. Without a hint of its alignment, loads are not vectorized; with one, each
-    thread gets `VECTOR` elements at a time, which has to be the same for all that are computed together.
+    """Return an address as a pointer with a hint of its alignment; without the hint if `VECTOR` is 1.
+
+    With the hint, each thread loads `VECTOR` elements at a time: the same number for all tensors that are
+    computed together. Without it, loads are not vectorized.
     """
     if VECTOR > 1:
         result = tl.multiple_of(address.to(tl.pointer_type(dtype)), VECTOR * (dtype.primitive_bitwidth // 8))
@@ -85,7 +88,7 @@ def prepare_kernel(
         second = tl.load(second_ptr, mask=valid, other=0.0).to(tl.float64)
     scalars, coefficients = RULE(h, (first, second))
 
-    # After the loads above, which need not wait for it.
+    # Placed after the loads above, so that they overlap with the norm.
     factor = tl.full([], 1.0, tl.float64)
     skip = tl.full([], 0.0, tl.float64)
     norm = tl.full([], 0.0, tl.float64)
@@ -93,7 +96,7 @@ def prepare_kernel(
         factor = 1.0 / tl.load(scale_ptr).to(tl.float64)
         skip = tl.load(found_inf_ptr).to(tl.float64)
     if NORMED:
-        many = tl.arange(0, PARTIALS)  # as many as one launch of `squares` makes at most
+        many = tl.arange(0, PARTIALS)  # at most as many as one launch of `squares_kernel` stores
         total = tl.load(partials_ptr + many, mask=many < n_partials, other=0.0)
         for begin in range(PARTIALS, n_partials, PARTIALS):
             total += tl.load(partials_ptr + begin + many, mask=begin + many < n_partials, other=0.0)
@@ -137,8 +140,8 @@ class ArgumentTables:
 class Coefficients:
     """The coefficients of a rule for each line of a table of parameters.
 
-    The table's lines need a group and the addresses of scalars. `values` has a line of coefficients for
-    each of them after `prepare`.
+    The table's lines need a group and the addresses of scalars. After `prepare`, `values` has a line of
+    coefficients for each line of the table.
     """
 
     def __init__(
@@ -157,7 +160,7 @@ class Coefficients:
         self.values = torch.zeros(len(table), LINE.value, dtype=torch.float64, device=self.device)
         self._eager = self.arguments = ArgumentTables(len(table), len(groups), self.device)
         """`arguments` are the tables of this step."""
-        # Of the dtype that a GradScaler's tensors have, whatever torch's default: launches are bound to it.
+        # Launches are bound to the dtype of a GradScaler's tensors, whatever the default dtype of torch.
         options: Any = {"dtype": torch.float32, "device": self.device}
         self._one, self._zero = torch.ones(1, **options), torch.zeros(1, **options)
         self._partials = self._zero.double()[:0] if partials is None else partials
@@ -174,15 +177,16 @@ class Coefficients:
 
     @property
     def captured(self) -> bool:
-        """Tell if CUDA graphs hold launches with these coefficients."""
+        """Whether CUDA graphs hold launches with these coefficients."""
         return bool(self._captured)
 
     def begin_step(self, addresses: list[int]) -> None:
         """Begin a step: upload addresses of gradients and hyperparameters if some are new.
 
-        The address 0 stands for no gradient. Kernels of rows only ask whether there is one: 1 stands for any.
+        The address 0 stands for no gradient. Kernels of rows only test for 0, so that 1 stands for any
+        gradient.
         """
-        values, on_device = [], []  # a line for each group; learning rates on the device, with their line
+        values, on_device = [], []  # a line for each group; lines and learning rates that are on the device
         for line, group in enumerate(self.groups):
             lr = group["lr"]
             if isinstance(lr, Tensor) and lr.device.type != "cpu":
@@ -239,7 +243,7 @@ class Coefficients:
     # ---- capture
 
     def _stage(self, addresses: list[int], values: list[tuple[float, ...]]) -> ArgumentTables:
-        """Give the graph being captured tables of its own, filled from memory that never changes again."""
+        """Return new tables for the graph being captured, filled from memory that never changes again."""
         if not self._spare:
             raise FlatbedError(
                 f"take an eager step before this capture: one is needed after every change of parameters or "
@@ -262,7 +266,7 @@ class Coefficients:
         return own
 
     def _replenish(self) -> None:
-        """Allocate the tables of later captures, which cannot allocate them."""
+        """Allocate the tables of later captures, since a capture cannot allocate them."""
         sizes = len(self.table), len(self.groups)
         while len(self._spare) < CAPTURES:
             staging = ArgumentTables(*sizes, torch.device("cpu"), pinned=True)

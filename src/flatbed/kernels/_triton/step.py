@@ -1,8 +1,8 @@
 """The dense step on one GPU: kernels for norm and update, tables of addresses, and launches.
 
-A parameter is a line of an int64 table of addresses, so that memory may lie anywhere; a block of `BLOCK`
-elements finds its parameter in a map. Addresses of gradients have a table of their own, since they change;
-0 stands for a parameter without gradient.
+A parameter is a line of an int64 table of addresses, so that memory may lie anywhere. Block i has `BLOCK`
+elements of the parameter `blocks[i]`. Addresses of gradients are in a second table, which is uploaded when
+they change; 0 stands for a parameter without gradient.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ def squares_kernel(
     table_ptr, grads_ptr, blocks_ptr, partials_ptr, n_blocks, per_program,
     GRAD: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The sum of squares of the gradients in `per_program` consecutive blocks.
+    """Store the sum of squares of the gradients in `per_program` consecutive blocks.
 
-    In fp64, so that the order of additions, which depends on the dtype, does not show in the norm.
+    In fp64: the order of additions depends on the dtype, and must not change the norm.
     """
     program = tl.program_id(0)
     lanes = tl.arange(0, BLOCK)
@@ -86,16 +86,16 @@ def squares_kernel(
 
 @triton.jit
 def round_stochastically(x, noise):
-    """fp32 → bf16, up or down with probabilities that make the expectation exact; 16 bits of noise."""
+    """Round fp32 to bf16 by 16 bits of noise, up or down: the expected value is the exact one."""
     bits = x.to(tl.uint32, bitcast=True)
     rounded = ((bits + (noise & 0xFFFF)) & 0xFFFF0000).to(tl.float32, bitcast=True)
-    # Nothing may be carried into the bits of inf and nan.
+    # The sum must not change the exponent of inf and nan.
     return tl.where((bits & 0x7F800000) == 0x7F800000, x, rounded).to(tl.bfloat16)
 
 
 @triton.jit
 def load_as(ptr, mask, TYPE: tl.constexpr):
-    """Load elements; those that the mask leaves out are 0."""
+    """Load elements; masked elements are 0."""
     if mask is None:
         value = tl.load(ptr)
     else:
@@ -105,7 +105,7 @@ def load_as(ptr, mask, TYPE: tl.constexpr):
 
 @triton.jit
 def load_line(line_ptr, TYPE: tl.constexpr):
-    """The rule's part of a line of hyperparameters or coefficients."""
+    """Load the rule's part of a line of hyperparameters or coefficients."""
     values = ()
     for i in tl.static_range(1, LINE):
         values = values + (tl.load(line_ptr + i).to(TYPE),)  # noqa: RUF005
@@ -114,7 +114,7 @@ def load_line(line_ptr, TYPE: tl.constexpr):
 
 @triton.jit
 def load_state(ptrs, absent, mask, HAS: tl.constexpr, TYPE: tl.constexpr):
-    """The tensors of state that exist, by the bits of HAS; `absent` stands for the others."""
+    """Load the tensors of state that exist, by the bits of HAS; `absent` stands for the others."""
     state = ()
     for i in tl.static_range(4):
         if HAS >> i & 1:
@@ -130,7 +130,7 @@ def store_state(
 ):
     """Store the tensors of state that exist; STOCHASTIC: fp32 is rounded to bf16 stochastically."""
     if STOCHASTIC:
-        noise = tl.randint(seed + 1, position).to(tl.uint32, bitcast=True)  # enough for two
+        noise = tl.randint(seed + 1, position).to(tl.uint32, bitcast=True)  # 32 bits: noise for two tensors
         more = noise
         if HAS & 12:
             more = tl.randint(seed + 2, position).to(tl.uint32, bitcast=True)
@@ -149,7 +149,7 @@ def update_elements(
     RULE: tl.constexpr, HAS: tl.constexpr, PARAM_TYPE: tl.constexpr, STATE_TYPE: tl.constexpr,
     ROWWISE: tl.constexpr, DIM: tl.constexpr, STOCHASTIC: tl.constexpr, STOCHASTIC_STATE: tl.constexpr,
 ):  # fmt: skip
-    """The update of parameters and of rows: scale the gradient, apply the rule, round, store.
+    """Update elements of parameters or rows: scale the gradient, apply the rule, round, store.
 
     `factor` unscales, clips and negates the gradient. `seed` and `position` choose the noise of an element.
     ROWWISE: state has one value per row, and the rule gets the mean of the row's squared gradients.
@@ -179,7 +179,7 @@ def update_block(
 ):  # fmt: skip
     """Update one block; `FULL`: all of its elements exist and the parameter is aligned to 16 bytes.
 
-    `GRAD_VECTOR` is 1 for gradients that are not aligned: FSDP2 shows them as views of one buffer.
+    `GRAD_VECTOR` is 1 for gradients that are not aligned, for example the views of one buffer of FSDP2.
     """
     at = start + tl.arange(0, BLOCK)
     mask = None if FULL else at < numel
@@ -333,7 +333,7 @@ class TritonStepper:
             rule, groups, self._table, step_stats=step_stats, partials=self._partials, also_used=also_used
         )
         sizes: dict[int, int] = {}
-        for group in self._groups:  # those of one norm class are neighbours
+        for group in self._groups:  # sorted by norm class, so that each class is one piece
             sizes[group.key.norm_class] = sizes.get(group.key.norm_class, 0) + len(group.partials)
         pieces = torch.split(self._partials, [*sizes.values()])
         self._squares_by_class = dict(zip(sizes, pieces, strict=True))
@@ -396,7 +396,7 @@ class TritonStepper:
         for i, copy in copies.items():
             addresses[i] = copy.data_ptr()
         for i in self._empty:
-            # An empty gradient has no address. Kernels only test that there is one.
+            # An empty gradient has no address. Kernels only test that the address is not 0.
             addresses[i] = 0 if grads[i] is None else self._table.data_ptr()
         self._coefficients.begin_step(addresses)
 
@@ -423,7 +423,7 @@ class TritonStepper:
             self.slots[i].param.copy_(copy)
         self._ordered, self.whole_grads = [], None
 
-    # A captured step has tables of its own, so that its launches are not kept.
+    # Launches of a captured step are not kept, since the step has tables of its own.
 
     def _bind_squares(self) -> list[Launch]:
         launches = []

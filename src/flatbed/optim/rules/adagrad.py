@@ -90,7 +90,7 @@ class Adagrad(Optimizer):
     def share_memory(self) -> None:
         """Let other processes see the state, as torch's Adagrad does."""
         for state in self.state.values():
-            if "sum" in state:  # a table's lies with its rows
+            if "sum" in state:  # tables keep theirs in their records
                 state["sum"].share_memory_()
 
 
@@ -189,7 +189,7 @@ def rmsprop_update(p, g, state, c, HAS):  # type: ignore[no-untyped-def] # noqa:
     variance = square_avg
     if HAS & 4:
         grad_avg += c[2] * (g - grad_avg)
-        # Rounding may take it below zero.
+        # Rounding may take the variance below zero.
         variance = tl.maximum(square_avg - grad_avg * grad_avg, 0.0, propagate_nan=tl.PropagateNan.ALL)
     direction = g / (sqrt(variance) + c[3])
     if HAS & 2:
@@ -227,7 +227,7 @@ class RMSprop(Optimizer):
         super().__init__(params, locals(), **extras)
 
 
-# ---- Adadelta: steps as large as recent steps, for their gradients
+# ---- Adadelta: step size from the ratio of recent updates to recent gradients
 
 
 def adadelta_reference(group: Group, at: Tensors, scalars: Scalars) -> Scalars:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def update_moments_(group: Group, at: Tensors) -> TensorList:
-    """Weight decay of either kind, and the two moments; returns the gradients that went into them."""
+    """Apply weight decay of either kind and update both moments; returns the gradients that they got."""
     (beta1, beta2), weight_decay, grads = group["betas"], group["weight_decay"], at.grads
     if weight_decay != 0:
         if group["decoupled_weight_decay"]:
@@ -181,7 +181,7 @@ def nadam_prepare(h, s):  # type: ignore[no-untyped-def] # noqa: D103
     mu = beta1 * (1 - 0.5 * tl.exp(step * log))
     mu_next = beta1 * (1 - 0.5 * tl.exp((step + 1) * log))
     mu_product = (s[1].to(tl.float32) * mu.to(tl.float32)).to(tl.float64)  # rounded as torch rounds it
-    # The denominator's bias correction is moved to what is divided.
+    # The bias correction of the denominator is multiplied into the numerators and eps instead.
     correction = tl.sqrt(1 - tl.exp(step * tl.log(beta2)))
     of_gradient = lr * correction * (1 - mu) / (1 - mu_product)
     of_average = lr * correction * mu_next / (1 - mu_product * mu_next)
@@ -259,7 +259,7 @@ def radam_prepare(h, s):  # type: ignore[no-untyped-def] # noqa: D103
     power = tl.exp(step * tl.log(beta2))
     rho_inf = 2 / (1 - beta2) - 1
     rho = rho_inf - 2 * step * power / (1 - power)
-    rectified = rho > 5.0  # otherwise, values that have a root
+    rectified = rho > 5.0  # otherwise, rho is replaced by a value for which the root exists
     rho, rho_inf = tl.where(rectified, rho, 6.0), tl.where(rectified, rho_inf, 6.0)
     ratio = (rho - 4) * (rho - 2) * rho_inf / ((rho_inf - 4) * (rho_inf - 2) * rho)
     step_size = lr / (1 - tl.exp(step * tl.log(beta1)))
@@ -320,7 +320,7 @@ def adamax_reference(group: Group, at: Tensors, scalars: Scalars) -> Scalars:
     torch._foreach_add_(sizes, group["eps"])
     multiply_(at["exp_inf"], beta2)
     for exp_inf, size in zip(at["exp_inf"], sizes, strict=True):
-        torch.maximum(exp_inf, size, out=exp_inf)  # its form for lists makes a copy on the way
+        torch.maximum(exp_inf, size, out=exp_inf)  # the operation for lists would make a copy
     step_size = group["lr"] / (1 - beta1**step)
     torch._foreach_addcdiv_(at.params, at["exp_avg"], at["exp_inf"], value=-step_size)
     return (step,)
@@ -372,7 +372,7 @@ class Adamax(Optimizer):
 
 
 def sparse_reference(group: Group, at: Tensors, scalars: Scalars) -> Scalars:
-    """One step as torch operations, in the order of torch's own."""
+    """One step as torch operations, in the order of torch's own operations."""
     lr, (beta1, beta2), step = group["lr"], group["betas"], scalars[0] + 1
     step_size = lr * (1 - beta2**step) ** 0.5 / (1 - beta1**step)
     for p, g, exp_avg, exp_avg_sq in zip(at.params, at.grads, at["exp_avg"], at["exp_avg_sq"], strict=True):

@@ -54,7 +54,7 @@ def sgd_update(p, g, state, c, HAS):  # type: ignore[no-untyped-def] # noqa: D10
 def sgd_fused(group: Group, at: Tensors, scalars: Scalars) -> Scalars:
     """One step by torch's CPU kernel."""
     wrong = at.params[0].dtype in (torch.bfloat16, torch.float16)  # pytorch/pytorch#191763
-    if wrong or group["momentum"] == group["weight_decay"] == 0:  # where lists give the same bits, faster
+    if wrong or group["momentum"] == group["weight_decay"] == 0:  # then lists give the same bits, faster
         grads = torch._foreach_neg(at.grads) if group["maximize"] else at.grads
         return sgd_reference(group, Tensors(at.params, grads, at.state), scalars)
     options = {name: group[name] for name in (*SGD._rule.hyperparameters, "maximize")}
@@ -77,7 +77,7 @@ class SGD(Optimizer):
         hyperparameters=("lr", "momentum", "dampening", "weight_decay", "nesterov"),
         state={"momentum_buffer": "momentum"},
         scalars=("_seen",),  # whether the buffer has had its first gradient
-        initial={"momentum_buffer": -0.0},  # tells a state dict the same; no sum of gradients is -0.0
+        initial={"momentum_buffer": -0.0},  # shows in state dicts that it is new; no sum of gradients is -0.0
         row_scalars={"_seen": "dampening"},
         reference=sgd_reference,
         prepare=sgd_prepare,

@@ -1,12 +1,12 @@
-"""Records in a table's file: copies of many of them by threads, and a checksum of each.
+"""Records in a table's file: threads copy many at once, and each record has a checksum.
 
 Checksums are four bytes per row after the records:
 
     [identity] [state] [records] [magic: 16 bytes] [checksum of each row: uint32]
 
-A checksum of 0 means that none is known, as after `flatbed check --forget`. A `resize` writes new rows over
-the checksums of a file that it has made longer. If it is killed, the file has no magic, and its checksums are
-not known. Without magic, a file of the exact length is damaged.
+A checksum of 0 means that none is known, as after `flatbed check --forget`. `resize` makes the file longer,
+removes the magic, and writes new rows over the checksums. If it is killed, the file is too long and has no
+magic: no checksum is known. A file of the exact length without magic is damaged.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from flatbed.tables.workers import Workers, split
 # ---- copies by threads
 
 READ_PART = 256 << 10  # bytes for a thread that waits for the disk
-MEMORY_PART = 4 << 20  # bytes for a thread that copies within memory: starting one costs the training thread
+MEMORY_PART = 4 << 20  # bytes for a thread that copies within memory: starting a thread takes time
 SUMMED_PART = 2 << 20  # bytes for a thread that also computes checksums
-COLD_SHARE = 64  # from one page in so many rows on that was not in memory, threads wait for the disk
+COLD_SHARE = 64  # if more than one row in 64 waited for a page, the file is taken to be on the disk
 
 
 def as_records(rows: NDArray[np.uint8]) -> Records:
@@ -42,7 +42,7 @@ def as_records(rows: NDArray[np.uint8]) -> Records:
 
 
 def rows_of(ids: Tensor, n_rows: int) -> NDArray[np.int64]:
-    """Convert ids; raises IndexError for one that is out of range."""
+    """Convert ids to an array; raises IndexError if one is out of range."""
     rows = ids.to("cpu", torch.int64).reshape(-1)
     check_range(rows, n_rows)
     found: NDArray[np.int64] = rows.numpy()
@@ -59,10 +59,10 @@ def head(records: Records, nbytes: int) -> Records:
 
 
 def take(records: Records, at: NDArray[Any], into: Records, workers: Workers, file: MappedFile) -> None:
-    """Copy records of a file at positions in range, or as many of their first bytes as `into` takes.
+    """Copy records of a file at positions in range, or as many of their first bytes as fit into `into`.
 
-    Many threads read a file from the disk, and few read one that is in the page cache: it is taken to be
-    where it was at the last reads.
+    Many threads copy from the disk, and few from the page cache. The last reads of the file decide which of
+    the two is assumed.
     """
     source, n_faults = head(records, into.itemsize), [0]
 
@@ -77,13 +77,13 @@ def take(records: Records, at: NDArray[Any], into: Records, workers: Workers, fi
 
     part_bytes = READ_PART if file.is_cold else MEMORY_PART
     split(workers, copy, len(at), n_parts=into.nbytes // part_bytes)
-    if into.nbytes >= READ_PART:  # fewer rows say too little
+    if into.nbytes >= READ_PART:  # a smaller read says too little
         file.is_cold = COLD_SHARE * sum(n_faults) > len(at)
 
 
 def _disk_faults() -> int:
     """Return how often this thread has waited for a page of a file."""
-    import resource  # Windows has none
+    import resource  # Windows does not have this module
 
     return resource.getrusage(resource.RUSAGE_THREAD).ru_majflt
 
@@ -92,7 +92,7 @@ def _disk_faults() -> int:
 
 
 MAGIC = b"flatbed-sum2\r\n\x1a\n"
-CHECKED = 1 << 20  # bytes of records copied at a time, which fit into a core's cache
+CHECKED = 1 << 20  # bytes of records checked at a time: their copy fits into a core's cache
 DEVICE_PART = 16 << 20  # bytes of records summed at a time on a GPU
 MAX_LISTED = 20  # damaged rows in a message
 SUMMED = 1 << 19  # bytes of records summed at a time: part and product stay in a core's cache
@@ -111,16 +111,16 @@ def file_size(n_rows: int, nbytes: int) -> int:
 def row_sums(records: Records) -> Sums:
     """Return the checksum of each record, never 0.
 
-    A weighted sum, modulo 2^64, of its 32-bit words, of which the upper half is kept: multilinear hashing.
-    Whatever has changed, the sum stays with a chance of about 2^-32. Longer words would not do: the weights
-    are odd, and two signs that flip at their ends would cancel.
+    It is the upper half of a weighted sum of the record's 32-bit words, modulo 2^64 (multilinear hashing). A
+    changed record keeps its checksum with a chance of about 2^-32. Words of 64 bits would be worse: the
+    weights are odd, so that the changes of two highest bits would cancel.
     """
     words = records.view(np.uint8).reshape(len(records), records.dtype.itemsize).view(np.uint64)
     weights = _weights(2 * words.shape[1]).reshape(2, -1)
     sums, step = np.empty(len(records), np.uint32), max(1, SUMMED // records.dtype.itemsize)
     for start in range(0, len(words), step):
         part = words[start : start + step]
-        # The lower word of two has the first weight w, the upper one the second plus 2^32 w.
+        # Of two words, the lower one gets the weight w, and the upper one the second weight plus 2^32 w.
         total = np.einsum("ij,j->i", part, weights[0])
         total += np.einsum("ij,j->i", part >> np.uint64(32), weights[1])
         sums[start : start + step] = total >> np.uint64(32)
@@ -128,7 +128,10 @@ def row_sums(records: Records) -> Sums:
 
 
 def device_row_sums(records: Tensor) -> Tensor:
-    """Return the same checksums of (n, nbytes) of uint8, as int64, computed on the device of the records."""
+    """Return the checksums of `row_sums` as int64, computed on the device of the records.
+
+    The records are uint8 of shape (n, nbytes).
+    """
     words, mask = records.view(torch.int64), (1 << 32) - 1
     first, second = _device_weights(2 * words.shape[1], records.device)
     # In parts, since products take as much memory as the records.
@@ -158,7 +161,7 @@ def _weights(count: int) -> NDArray[np.uint64]:
 
 
 def has_sums(file: MappedFile, n_rows: int, nbytes: int) -> bool:
-    """True if a file of so many rows has checksums."""
+    """Return whether a file of `n_rows` rows has checksums."""
     found = np.zeros(len(MAGIC), np.uint8)
     file.read(sums_at(n_rows, nbytes), found)
     return found.tobytes() == MAGIC
@@ -183,19 +186,19 @@ def map_records(file: MappedFile, n_rows: int, nbytes: int) -> Records:
 
 
 def write_sums(table: MappedFile, nbytes: int, sums: Sums) -> None:
-    """Write the checksums of all rows durably, also over rows that a `resize` wrote and took back."""
+    """Write the checksums of all rows durably. They may replace rows that a `resize` wrote and took back."""
     at = sums_at(len(sums), nbytes)
     table.write(at + len(MAGIC), sums)
-    table.sync()  # after a loss of power, no magic may be before bytes that are no checksums
+    table.sync()  # otherwise, after a loss of power, the magic may precede bytes that are not checksums
     table.write(at, MAGIC)
     table.sync()
 
 
 def drop_sums(table: MappedFile, nbytes: int) -> None:
-    """Remove the magic of a file that was made longer, durably."""
+    """Remove the magic durably. The file was made longer before."""
     assert table.sums is not None
     n_rows, table.sums = len(table.sums), None
-    table.sync()  # first the length, by which `map_records` tells this from damage
+    table.sync()  # the length must be durable first: by it, `map_records` knows that the file is not damaged
     table.write(sums_at(n_rows, nbytes), bytes(len(MAGIC)))
     table.sync()
 
@@ -222,7 +225,7 @@ def write_rows(table: MappedFile, record: Record, rows: range, *, fill: Fill) ->
 
 
 def check_rows(file: MappedFile, rows: NDArray[np.int64], workers: Workers) -> None:
-    """Raise `DamagedFileError` if a mapped row is not as it was written; a row is compared once."""
+    """Raise `DamagedFileError` if a mapped row is not as it was written. Each row is compared only once."""
     records, sums, checked = file.rows, file.sums, file.checked
     if records is None or sums is None or checked is None:
         return

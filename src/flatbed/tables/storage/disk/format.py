@@ -19,7 +19,7 @@ import numpy as np
 
 from flatbed.errors import DamagedFileError, FlatbedError
 from flatbed.tables.files import open_regular
-from flatbed.tables.initializers import described
+from flatbed.tables.initializers import from_json
 from flatbed.tables.record import Record
 from flatbed.tables.storage.disk.mapped_file import MappedFile
 
@@ -58,7 +58,7 @@ class State:
     generation: int
     meta: dict[str, Any]
     word: str
-    """Random, new with every checkpoint: tells copies apart that have the same generation."""
+    """Random, and new with every checkpoint. It distinguishes copies that have the same generation."""
     applying: bool = False
     """Records are being copied from the journal; without the journal the table is unusable."""
 
@@ -82,7 +82,7 @@ def decode(magic: bytes, block: bytes) -> dict[str, Any]:
     if found != magic:
         raise DamagedFileError(f"it begins with {found!r} instead of {magic!r}")
     text = block[_PREFIX.size : _PREFIX.size + length]
-    is_right = len(text) == length and _checksum(magic, text) == checksum  # which includes the version
+    is_right = len(text) == length and _checksum(magic, text) == checksum  # it covers the version
     if version != VERSION and not is_right:
         raise OtherVersion(
             f"it has version {version} of the format, and this flatbed knows version {VERSION}"
@@ -128,7 +128,7 @@ def decode_identity(path: Path, page: bytes) -> Identity:
     """Decode a file's first page; anything but a table raises `FlatbedError`."""
     try:
         payload = decode(TABLE, page)
-        record = Record.described(payload["fields"])
+        record = Record.from_json(payload["fields"])
         table, replaces, order = payload["table"], payload["replaces"], payload["byteorder"]
         is_named = isinstance(table, str) and isinstance(replaces, str | None)
         if not is_named or record.nbytes >= 2**31:
@@ -155,7 +155,7 @@ def state_of(payload: Mapping[str, Any]) -> State:
         n_rows, generation, meta, word, applying = (payload[name] for name in names)
         about, scalars = meta.get("table", {}), meta.get("scalars", {})
         if "init" in about:
-            described(about["init"])
+            from_json(about["init"])
         is_right = (
             all(type(count) is int and 0 <= count < 2**63 for count in (n_rows, generation))
             and n_rows > 0
@@ -198,9 +198,9 @@ def _checksum(magic: bytes, text: bytes) -> bytes:
 
 
 def is_disk_table(path: Path) -> bool:
-    """True if a file is that of a table with storage="disk"."""
+    """Return whether a file holds a table with storage="disk"."""
     try:
         with open_regular(path) as file:
             return file.read(len(TABLE)) == TABLE
     except (OSError, DamagedFileError):
-        return False  # the next to open it raises the error
+        return False  # the code that opens the file next raises the error

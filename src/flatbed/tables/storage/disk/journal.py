@@ -48,7 +48,7 @@ from flatbed.tables.workers import Workers, split
 ENTRIES_AT = PAGE
 SEALED_ROOM = 2 * RECORDS_AT  # bytes of JSON: a state, and the path of a decision
 DECISION_LIMIT = 1 << 20
-LARGE = 16 << 20  # bytes of entries, from which large pages pay off
+LARGE = 16 << 20  # at least this many bytes of entries are mapped in large pages, which save time then
 CHUNK = 32 << 20  # bytes of records that are copied to the table at a time
 CACHED = 512 << 10  # bytes that stay in a core's cache while they are copied
 MOST_ENTRIES = 2**31 - 2  # the entry map counts them in int32
@@ -73,12 +73,15 @@ class Decision:
         return Decision(path, token, os.path.relpath(path, table.parent), before)
 
     def outcome(self, table: Path) -> bool | None:
-        """True if a file holds the token, False if the one next to the table holds the one before.
+        """Return True if the checkpoint was completed, False if it was not, and None if this is not known.
 
-        There was none before the first save into a folder: if that save was killed, the folder has the
-        version that it was writing. None if it is not known: the file next to the table is missing or another
-        job's, or the table is a copy, and the original's file says nothing of it. A file that cannot be read
-        is an error.
+        - True: a decision file holds the token.
+        - False: the file next to the table still holds the token before. Before the first save into a folder,
+          there is no token: then the folder must have the version that the killed save was writing.
+        - None: the file next to the table is missing or belongs to another job. Or the table is a copy, and
+          the file of the original does not hold the token.
+
+        Raises if a file cannot be read.
         """
         beside = Path(os.path.normpath(table.parent / self.relative))
         places = [place for place in (beside, Path(self.path)) if place.parent.is_dir()]
@@ -122,10 +125,10 @@ class Sealed:
     table: str
     state: State
     base: str
-    """Word of the checkpoint that the rows changed since."""
+    """Word of the checkpoint before: the rows have changed since."""
     decision: Decision | None
     rows: NDArray[np.int64]
-    """Of the entries; -1 for an entry without a row."""
+    """The row of each entry; -1 for an entry without a row."""
     records: Records
     sums: Sums
 
@@ -135,16 +138,16 @@ class Journal:
 
     def __init__(self, path: Path, table: str, *, n_rows: int, nbytes: int, mode: Callable[[], int]) -> None:
         self.path, self.table, self.n_rows, self.nbytes = path, table, n_rows, nbytes
-        self._mode = mode  # of the table's file, by now
+        self._mode = mode  # returns the present mode of the table's file
         self.n_entries = 0
-        self.is_sealed = False  # or was, until `unseal` has completed
+        self.is_sealed = False  # True from just before the seal is written until `unseal` has completed
         self._n_lost = 0  # entries that no row refers to, after an interruption
         self._capacity = -1
         self.file: MappedFile | None = None
         self._is_named = False  # the file's name is durable
         self._entry_of_row: NDArray[np.int32] | None = None  # counted from 1: 0 is "not changed"
         self._row_of_entry: NDArray[np.int64] = np.empty(0, np.int64)
-        self._sums: Sums = np.empty(0, np.uint32)  # of the records of entries; 0: not known
+        self._sums: Sums = np.empty(0, np.uint32)  # checksums of the entries' records; 0: not known
 
     @property
     def records(self) -> Records:
@@ -165,7 +168,7 @@ class Journal:
         return int((self.entries(ids) < 0).sum())
 
     def has_room(self, n_others: int) -> bool:
-        """True if any `n_others` rows certainly fit. Needs no lock."""
+        """Return whether any `n_others` more rows are sure to fit. Needs no lock."""
         return self.n_entries + n_others <= self._capacity or self.n_rows + self._n_lost <= self._capacity
 
     def put(
@@ -196,7 +199,7 @@ class Journal:
         """Write records, and compute their checksums, if needed, while they are in a core's cache."""
         file = self.file
         assert file is not None
-        self._sums[entries] = 0  # until they are known: the copy may be interrupted
+        self._sums[entries] = 0  # not known until the copy has ended: it may be interrupted
 
         def copy(part: slice) -> None:
             file.scatter(entries[part], records[part])
@@ -206,19 +209,19 @@ class Journal:
         split(workers, copy, len(entries), n_parts=records.nbytes // part_bytes)
 
     def make_room(self, ids: NDArray[np.int64], *, also: int) -> None:
-        """Reserve space for the records of these rows, and of `also` others without an entry, at most."""
+        """Reserve space for the records of these rows, and of at most `also` other rows without an entry."""
         needed = self.n_entries + self.count_missing(ids) + also
         self._grow(min(needed, self.n_rows + self._n_lost))
 
     def _grow(self, needed: int) -> None:
-        """Reserve space for `needed` entries and their seal; for twice the present number where it fits."""
+        """Reserve space for `needed` entries and their seal; for twice as many as now if there is room."""
         if needed <= self._capacity:
             return
         if needed > MOST_ENTRIES:
             raise FlatbedError(f"{needed} rows changed since the last checkpoint; make one before going on")
         if self.file is None:
             with suppress(FileNotFoundError):
-                if self.path.lstat().st_size == 0:  # an interruption of the next line has left it
+                if self.path.lstat().st_size == 0:  # left by an interruption of `MappedFile` below
                     MappedFile.remove(self.path)
             self.file, self._is_named = MappedFile(self.path, create=True, mode=self._mode()), False
         file, twice = self.file, max(2 * self._capacity, (1 << 20) // self.nbytes)
@@ -240,7 +243,7 @@ class Journal:
         return index_at(n_entries, self.nbytes) + 8 * n_entries + SEALED_ROOM
 
     def seal(self, state: State, decision: Decision | None, *, base: str) -> Sealed:
-        """Make all entries, durably, the checkpoint `state`, which follows the one with the word `base`."""
+        """Make all entries the checkpoint `state`, durably. `base` is the word of the checkpoint before."""
         encode_state(state)  # raises if it will not fit into the table's header
         self._grow(self.n_entries)
         file = self.file
@@ -277,7 +280,7 @@ class Journal:
         return rows
 
     def _known_sums(self) -> Sums:
-        """Return the checksums of all entries, also of those whose copy was interrupted."""
+        """Return the checksums of all entries. Those that an interrupted copy left unknown are computed."""
         sums = self._sums[: self.n_entries]
         unknown = np.flatnonzero(sums == 0)
         sums[unknown] = row_sums(self.records[unknown])
@@ -286,8 +289,8 @@ class Journal:
     def unseal(self, *, durably: bool) -> None:
         """Remove the seal.
 
-        A seal that reappears after a loss of power is harmless once its records are in the table. Either its
-        entries are unchanged, and are copied again, or they are not, and its checksum is wrong.
+        A seal that reappears after a loss of power is harmless once its records are in the table. If the
+        entries are unchanged, they are copied again. Otherwise the checksum of the seal is wrong.
         """
         if self.is_sealed:
             assert self.file is not None
@@ -297,7 +300,7 @@ class Journal:
             self.is_sealed = False
 
     def clear(self, n_rows: int) -> None:
-        """Forget all changed rows of a table that has so many now; the file keeps its space."""
+        """Forget all changed rows of a table, which has `n_rows` rows now. The file keeps its space."""
         if self._entry_of_row is not None and n_rows == self.n_rows:
             self._entry_of_row[self._row_of_entry[: self.n_entries]] = 0
         else:
@@ -310,7 +313,7 @@ class Journal:
         if file is not None:
             file.close()
             if remove and not self.is_sealed:
-                with suppress(FlatbedError):  # without a seal, recovery drops it
+                with suppress(FlatbedError):  # recovery drops a file without a seal
                     MappedFile.remove(self.path)
 
 
@@ -368,8 +371,8 @@ def _sealed(file: MappedFile, seal: dict[str, Any]) -> Sealed:
 def apply(table: MappedFile, sealed: Sealed) -> None:
     """Copy sealed records, their checksums and the state to the table. Repeat it after an interruption."""
     rows, records, state = sealed.rows, sealed.records, sealed.state
-    # Written before the first record changes. Otherwise, without its decision or journal, a half-changed
-    # table would look like the checkpoint before.
+    # `applying` is written before the first record changes. Otherwise a half-changed table whose decision or
+    # journal is missing would look like the checkpoint before.
     table.write(STATE_AT, encode_state(replace(state, applying=True)))
     table.sync()
     order = np.argsort(rows, kind="stable")

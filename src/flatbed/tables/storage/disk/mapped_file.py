@@ -25,11 +25,11 @@ Records = NDArray[np.void]
 Sums = NDArray[np.uint32]
 """One checksum per record."""
 
-RESERVED_AT_ONCE = 1 << 30  # bytes: some file systems write zeros, and answer no Control-C meanwhile
+RESERVED_AT_ONCE = 1 << 30  # bytes: some file systems write zeros, and Control-C has no effect meanwhile
 
 
 class MappedFile:
-    """A file whose records are mapped, and whose other parts are read and written."""
+    """A file. Its records are mapped into memory; its other parts are read and written."""
 
     def __init__(
         self, path: Path, *, create: bool = False, mode: int | None = None, read_only: bool = False
@@ -39,13 +39,13 @@ class MappedFile:
         self._access = mmap.ACCESS_READ if read_only else mmap.ACCESS_WRITE
         self.rows: Records | None = None
         self.offset = 0  # of the first record
-        self.is_cold = True  # the last reads waited for the disk
+        self.is_cold = True  # whether the last reads waited for the disk
         self.sums: Sums | None = None
         self.checked: NDArray[np.bool_] | None = None
-        """Records that were compared with their checksums since they were mapped; None: none needs to be."""
+        """Marks records that were compared with their checksums since they were mapped; None: no need."""
         self.sums_offset = 0  # of the first checksum
         self._mapping: mmap.mmap | None = None
-        self._is_solid = False  # `fill_holes` was called
+        self._is_solid = False  # whether `fill_holes` has filled holes
         self._descriptor = -1
         flags = (os.O_RDONLY if read_only else os.O_RDWR) | (os.O_CREAT | os.O_EXCL if create else 0)
         with file_errors(path, doing="opening"):
@@ -82,13 +82,13 @@ class MappedFile:
         large_pages: bool = False,
         sums_at: int | None = None,
     ) -> Records:
-        """Map `count` records of `nbytes`, and their checksums, instead of an earlier mapping."""
+        """Map `count` records of `nbytes` bytes, and their checksums. This replaces an earlier mapping."""
         with file_errors(self.path, doing="mapping"):
             mapping = mmap.mmap(self._descriptor, self.size, access=self._access)
         if random and hasattr(mmap, "MADV_RANDOM"):
             mapping.madvise(mmap.MADV_RANDOM)
         if large_pages and hasattr(mmap, "MADV_HUGEPAGE"):
-            with suppress(OSError):  # a kernel without them
+            with suppress(OSError):  # the kernel may not support large pages
                 mapping.madvise(mmap.MADV_HUGEPAGE)
         self._unmap()
         self._mapping, self.offset = mapping, offset
@@ -111,7 +111,7 @@ class MappedFile:
         return done
 
     def write(self, offset: int, data: bytes | NDArray[Any]) -> None:
-        """Replace bytes of the file by those of a contiguous array."""
+        """Replace bytes of the file by the bytes of a contiguous array."""
         view = memoryview(data if isinstance(data, bytes) else data.reshape(-1).view(np.uint8).data)
         with file_errors(self.path, len(view)):
             write_at(self._descriptor, offset, view)
@@ -138,15 +138,16 @@ class MappedFile:
                 raise
 
     def fill_holes(self) -> None:
-        """Reserve space for holes of a sparse copy: on a full disk, writing to one kills the process."""
+        """Reserve space for holes of a sparse copy: on a full disk, writing to a hole kills the process."""
         found = os.fstat(self._descriptor)
         needed = found.st_size - found.st_blocks * 512
         if needed > 0 and not self._is_solid:
             self._allocate(0, found.st_size, needed=needed)
-            self._is_solid = True  # a compressed file keeps fewer blocks, and is slow to reserve
+            # Not again: a compressed file always has fewer blocks, and reserving them is slow.
+            self._is_solid = True
 
     def _allocate(self, start: int, stop: int, *, needed: int) -> None:
-        """Reserve disk space for a part of the file that takes so many bytes more."""
+        """Reserve disk space for a part of the file, which takes `needed` more bytes."""
         check_space(self.path, needed)
         with file_errors(self.path, needed):
             for at in range(start, stop, RESERVED_AT_ONCE):
@@ -171,7 +172,7 @@ class MappedFile:
     def _unmap(self) -> None:
         mapping, self._mapping, self.rows, self.sums, self.checked = self._mapping, None, None, None, None
         if mapping is not None:
-            with suppress(BufferError):  # another thread still reads: its last reference unmaps it
+            with suppress(BufferError):  # another thread still reads: its last reference unmaps the memory
                 mapping.close()
 
     @staticmethod
@@ -194,7 +195,7 @@ def anonymous(count: int) -> NDArray[np.int32]:
 
 
 def open_for_lock(path: Path) -> FileIO:
-    """Open a file for its lock alone: a mapping would keep the lock of its own descriptor."""
+    """Open a file only to lock it. A mapping copies its file's descriptor, and would keep the lock."""
     with file_errors(path, doing="opening"):
         return FileIO(opened(path, os.O_RDWR | os.O_NOFOLLOW), "r+")
 

@@ -49,7 +49,7 @@ from flatbed.tables.workers import Workers
 # ---- recovery
 
 
-KEPT = ".kept-"  # and a number, after the name of a journal
+KEPT = ".kept-"  # in the name of a journal that was put aside: PATH.journal.kept-NUMBER
 
 
 def journal_of(path: Path) -> Path:
@@ -60,9 +60,11 @@ def journal_of(path: Path) -> Path:
 def recover(table: MappedFile, token: str | None = None, *, forget: bool = False) -> tuple[Identity, State]:
     """Complete a sealed checkpoint or drop an unfinished one, and map the records.
 
-    Everything is checked before anything is written. A sealed journal is renamed instead of dropped, unless
-    the decision next to the table shows that it was not made. A checkpoint with this `token` is known to be
-    decided, also one of a journal that was renamed before. With `forget`, all rows lose their checksums.
+    Everything is checked before anything is written. If nothing shows whether a sealed checkpoint was
+    completed, its journal is renamed and not dropped.
+
+    - `token`: a checkpoint with this token was decided, even if its journal was renamed before.
+    - `forget`: all rows lose their checksums.
     """
     path = table.path
     identity, state = read_header(table)
@@ -105,7 +107,7 @@ def recover(table: MappedFile, token: str | None = None, *, forget: bool = False
 
 
 def kept_journal(path: Path, table: str, *, base: str, token: str) -> tuple[Path, Sealed] | None:
-    """Find a sealed journal that was renamed, follows the checkpoint `base` and was prepared with `token`."""
+    """Find a renamed, sealed journal that follows the checkpoint `base` and was prepared with `token`."""
     for kept, sealed in _sealed_journals(path, journal_of(path).name + KEPT):
         decision = sealed.decision
         if decision and (sealed.table, sealed.base, decision.token) == (table, base, token):
@@ -114,7 +116,7 @@ def kept_journal(path: Path, table: str, *, base: str, token: str) -> tuple[Path
 
 
 def is_prepared(path: Path, token: str) -> bool:
-    """Return True if a journal of a table, also one that was renamed, has the checkpoint with this token."""
+    """Return whether a journal of a table, renamed or not, has the checkpoint with this token."""
     journals = _sealed_journals(path, journal_of(path).name)
     return any(sealed.state.meta.get("token") == token for _, sealed in journals)
 
@@ -128,7 +130,7 @@ def _sealed_journals(path: Path, prefix: str) -> Iterator[tuple[Path, Sealed]]:
 
 
 def _keep_aside(journal: Path, state: str, remedy: str) -> None:
-    """Rename a sealed journal of which no file here says whether it counts."""
+    """Rename a sealed journal that may still be needed, and warn."""
     number = 1
     while os.path.lexists(kept := journal.with_name(f"{journal.name}{KEPT}{number}")):
         number += 1
@@ -142,9 +144,9 @@ def _keep_aside(journal: Path, state: str, remedy: str) -> None:
 def _wanted(
     path: Path, identity: Identity, state: State | None, sealed: Sealed, token: str | None
 ) -> bool | None:
-    """True if a sealed journal is to be applied, None if it is not known whether its decision was made.
+    """Return True to apply a sealed journal, False to drop it, None if it is not known if it was decided.
 
-    A journal of another table, or of another time, is an error.
+    Raises for a journal of another table or of another time.
     """
     if sealed.table == identity.replaces:
         return False
@@ -152,7 +154,7 @@ def _wanted(
         raise FlatbedError(f"{journal_of(path)} belongs to another table than {path}; move one of them away")
     new = sealed.state
     if state is None:
-        return True  # torn, which happens only while a sealed journal is applied
+        return True  # the state is torn, which only happens while a sealed journal is applied
     if (state.generation, state.word) == (new.generation, new.word):
         return True
     is_next = (state.generation + 1, state.word) == (new.generation, sealed.base)
@@ -172,7 +174,7 @@ def _map_table(table: MappedFile, identity: Identity, state: State, *, forget: b
     if forget and table.size >= expected:
         write_sums(table, nbytes, np.zeros(n_rows, np.uint32))
     if table.size > expected and has_sums(table, n_rows, nbytes):
-        table.truncate(expected)  # space of rows that a `resize` was about to add
+        table.truncate(expected)  # drop space of rows that a `resize` was about to add
     map_records(table, n_rows, nbytes)
 
 
@@ -180,13 +182,13 @@ def _map_table(table: MappedFile, identity: Identity, state: State, *, forget: b
 
 
 class OpenFiles:
-    """Closes everything once, in the process that opened it, also at garbage collection and after a fork."""
+    """The files of an open table. They are closed once, by `close`, at garbage collection or after a fork."""
 
     def __init__(self, held: FileIO, table: MappedFile, journal: Journal) -> None:
         self.table, self.journal = table, journal
         self.lock = OrderedLock("file")
         self.cached_changes: Callable[[], NDArray[np.int64]] = lambda: np.empty(0, np.int64)
-        """Returns changed rows in a cache, of which the journal may have some."""
+        """Returns the changed rows in a cache. Some of them may be in the journal, too."""
         self.workers = Workers()
         self.writer = Workers(1)
         self._held: FileIO | None = held
@@ -209,7 +211,7 @@ class OpenFiles:
         return self.journal.n_entries + self.journal.count_missing(cached)
 
     def close(self, *, is_forked: bool = False) -> None:
-        """Close everything; a second call does nothing. A forked process closes its descriptors alone."""
+        """Close everything; a second call does nothing. A forked process only closes its descriptors."""
         if self._held is None:
             return
         held, self._held = self._held, None
@@ -223,14 +225,14 @@ class OpenFiles:
             held.close()
 
     def close_forgotten(self) -> None:
-        """Close a table at exit, or one that was garbage collected without `close`."""
+        """Close a table at exit, or after it was garbage collected without `close`."""
         try:
             self.tell_unsaved()
         finally:
             self.close()
 
     def tell_unsaved(self) -> None:
-        """Tell, once, that changed rows are about to be lost."""
+        """Write a note, once, if changed rows are about to be lost."""
         if self._has_told or not self.is_open or self.journal.is_sealed:
             return
         self._has_told = True
@@ -248,14 +250,14 @@ class OpenFiles:
 
 
 _ALL: weakref.WeakSet[OpenFiles] = weakref.WeakSet()
-SECONDS_TO_TELL = 5.0  # at SIGTERM; a writer that takes longer is not waited for
+SECONDS_TO_TELL = 5.0  # the longest wait for writers at SIGTERM
 
 
 def tell_at_sigterm() -> None:
-    """Tell of unsaved rows at SIGTERM.
+    """Set a handler that writes a note about unsaved rows at SIGTERM.
 
-    A handler of the user's stays. One that is set later replaces this one. Only the main thread can set
-    handlers, and the thread that creates a table's file may be another one.
+    A handler of the user stays, and a handler that is set later replaces this one. Only the main thread can
+    set handlers, so nothing is done if another thread creates a table's file.
     """
     is_default = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     if is_default and threading.current_thread() is threading.main_thread():
@@ -263,8 +265,8 @@ def tell_at_sigterm() -> None:
 
 
 def _terminate(number: int, _: object) -> None:
-    """Tell of unsaved rows, and end the process as SIGTERM does by default."""
-    # In a thread: this one may hold a lock that the writer of a table waits for.
+    """Write a note about unsaved rows, and end the process as SIGTERM does by default."""
+    # In another thread, since this one may hold a lock that the writer of a table waits for.
     thread = threading.Thread(target=_tell_all, daemon=True)
     thread.start()
     thread.join(SECONDS_TO_TELL)
@@ -279,11 +281,11 @@ def _tell_all() -> None:
 
 
 def _close_all_after_fork() -> None:
-    """Close descriptors, with which a forked process would keep the locks of its parent's tables."""
+    """Close inherited descriptors: a forked process would keep the locks of its parent's tables with them."""
     if signal.getsignal(signal.SIGTERM) is _terminate:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     for files in list(_ALL):
-        files.lock = OrderedLock("file")  # another thread may hold it, and is not in this process
+        files.lock = OrderedLock("file")  # a thread that is not in this process may hold the old one
         files.close(is_forked=True)
 
 
@@ -297,7 +299,7 @@ Opened: TypeAlias = tuple[OpenFiles, Identity, State]
 
 
 def open_files(path: Path, token: str | None = None, *, forget: bool = False) -> Opened:
-    """Lock a table's file and recover its last completed checkpoint; one with this token is completed."""
+    """Lock a table's file and recover its last checkpoint: a completed one, or the one with this token."""
     if not path.exists():
         raise FlatbedError(f"there is no table at {path}; check the path, or create one")
     with ExitStack() as undo:
@@ -322,12 +324,12 @@ def _journal(table: MappedFile, identity: Identity, state: State) -> Journal:
 
 
 class Draft:
-    """A new table, complete under a temporary name. `publish` gives it its own, `discard` removes it."""
+    """A complete file of a new table with a temporary name. `publish` renames it, `discard` removes it."""
 
     def __init__(
         self, path: Path, record: Record, state: State, *, fill: Fill, replaces: str | None = None
     ) -> None:
-        """Write the file. `replaces` names the table whose open file it is to replace."""
+        """Write the file. `replaces`: name of the table whose open file it will replace."""
         self._is_replacing = replaces is not None
         if not self._is_replacing and path.exists():
             raise _exists(path)
@@ -384,7 +386,7 @@ def _exists(path: Path) -> FlatbedError:
 def _remove_stale_journal(journal: Path) -> None:
     """Remove the journal of a table whose file was deleted or moved; a sealed one is renamed.
 
-    Any other file of that name is an error.
+    Raises if another kind of file has its name.
     """
     if not os.path.lexists(journal):
         return

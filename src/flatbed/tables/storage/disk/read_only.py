@@ -1,4 +1,4 @@
-"""A table's file for reading alone: without lock or write access, in any number of processes."""
+"""A table's file that is only read: without lock or write access, in any number of processes."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ PATIENCE = 10.0  # seconds for which a state may stay unreadable
 STAMP = 56  # bytes: the prefix of a state, with its checksum
 
 Stamp = tuple[int, bytes]
-"""Number of the file and first bytes of its state: other ones mean that rows may have changed."""
+"""Inode and first bytes of the state. If either differs, rows may have changed."""
 
 
 @dataclass(frozen=True, eq=False)
 class OpenVersion:
-    """The file as it was opened. It stays open while a thread reads it, and is closed when collected."""
+    """A version of the file. It stays open while a thread reads it, and is closed when it is collected."""
 
     file: MappedFile
     rows: Records
@@ -58,8 +58,8 @@ class ReadOnlyStorage:
     """Weights of a table's file, as of the last completed checkpoint.
 
     Another process may train the table meanwhile. Every read compares the file's state before and after, and
-    is repeated if a checkpoint was copied to the file in between. While one is being copied, or if its
-    process was killed, the rows that it changes are read from its journal.
+    is repeated if a checkpoint was copied to the file in between. While a checkpoint is being copied, or if
+    the process that copied it was killed, its rows are read from its journal.
     """
 
     device = CPU
@@ -78,7 +78,7 @@ class ReadOnlyStorage:
     def _open(self) -> OpenVersion:
         """Map the file as it is now, and the rows of a checkpoint that is being copied to it.
 
-        Other threads may still read the version before: the last one to end closes it.
+        Other threads may still read the old version, which is closed when its last reader is done.
         """
         if not self.path.exists():
             raise FlatbedError(f"there is no table at {self.path}; check the path")
@@ -101,7 +101,7 @@ class ReadOnlyStorage:
         try:
             file.check_name()
         except FlatbedError:
-            return None  # the stamp is that of a file which replaced this one
+            return None  # the stamp belongs to a file that has replaced this one
         identity, state = read_header(file)
         if state is None:
             return None
@@ -160,7 +160,7 @@ class ReadOnlyStorage:
             try:
                 check_rows(version.file, unchanged, self._workers)
             except DamagedFileError:
-                # A trainer that adds rows to the table writes them over the checksums.
+                # If another process resizes the table, it writes rows over the checksums: read again.
                 is_summed = has_sums(version.file, version.state.n_rows, version.rows.itemsize)
                 if is_summed and self._stamp_of(version.file) == stamp:
                     raise
@@ -173,7 +173,7 @@ class ReadOnlyStorage:
         nbytes = version.rows.itemsize
         with progress(f"checking {self.path.name}", self.n_rows, "rows") as advance:
             for start, stop in row_blocks(0, self.n_rows, nbytes):
-                # Reads ahead, unlike the mapping, which is advised for random rows.
+                # This loads pages ahead. The mapping does not, since it is advised for random rows.
                 version.file.read(RECORDS_AT + start * nbytes, np.empty((stop - start) * nbytes, np.uint8))
                 try:
                     self.gather(torch.arange(start, stop, device=CPU), 1)
@@ -193,7 +193,7 @@ class ReadOnlyStorage:
         return version if self._stamp_of(version.file) == version.stamp else self._open()
 
     def meta_of(self, token: str) -> dict[str, Any] | None:
-        """The `meta` of the file's present checkpoint, if it has this token."""
+        """Return the `meta` of the file's present checkpoint, if it has this token."""
         self.refresh()
         return self.meta if self.meta.get("token") == token else None
 
@@ -203,7 +203,7 @@ class ReadOnlyStorage:
     # ---- the rest of the protocol
 
     def serves(self, device: torch.device) -> bool:
-        """Any device: rows are copied to it."""
+        """Return True: rows are copied to any device."""
         return True
 
     def check(self) -> None:

@@ -75,7 +75,7 @@ class DiskStorage:
     def create(
         cls, path: str | Path, record: Record, n_rows: int, *, fill: Fill, meta: Meta | None = None
     ) -> DiskStorage:
-        """Make a table's file. Its name appears when it is complete."""
+        """Create a table's file. It gets its name when it is complete."""
         path, state = Path(os.path.realpath(path)), State(n_rows, 0, normal(meta), word=secrets.token_hex(8))
         made = cls(*Draft(path, record, state, fill=fill).publish())
         made._files.table.checked = None  # this process has written all rows itself
@@ -105,10 +105,10 @@ class DiskStorage:
             self._files.table.check_name()
 
     def serves(self, device: torch.device) -> bool:
-        """Any device: rows are copied to it."""
+        """Return True: rows are copied to any device."""
         return True
 
-    # ---- checkpoints as they are
+    # ---- present checkpoints
 
     @property
     def meta(self) -> dict[str, Any]:
@@ -116,7 +116,7 @@ class DiskStorage:
         return normal(self._state.meta)
 
     def meta_of(self, token: str) -> dict[str, Any] | None:
-        """The `meta` of the checkpoint with this token: the last one, a prepared one, or one put aside."""
+        """Return the `meta` of the checkpoint with this token: the last, a prepared, or a kept one."""
         sealed = [] if self._sealed is None else [self._sealed.state]
         for state in (self._state, *sealed):
             if state.meta.get("token") == token:
@@ -144,9 +144,10 @@ class DiskStorage:
         return out.index_select(0, torch.from_numpy(order.argsort()))
 
     def collect(self, ids: Tensor, into: Tensor) -> NDArray[np.int64]:
-        """Copy records, or their first bytes, in the fastest order, and return it as positions in `ids`.
+        """Copy records, or their first bytes, in the fastest order; return that order as positions in `ids`.
 
-        First those in the journal; then those in the file, without the lock: a disk is slow.
+        Records in the journal come first, then those in the file. The file is read without the lock, since a
+        disk is slow.
         """
         out, workers, thread = as_records(into.numpy()), self._files.workers, get_ident()
         try:
@@ -163,11 +164,12 @@ class DiskStorage:
             take(records, rows[others], out[len(changed) :], workers, table)
             check_rows(table, rows[others], workers)  # after the copy, which has read the pages in parallel
         finally:
-            self._readers.discard(thread)  # not by a context manager: Ctrl-C could leave the thread in
+            # Not by a context manager: Ctrl-C in its exit could leave the thread registered.
+            self._readers.discard(thread)
         return np.concatenate((changed, others))
 
     def _wait_for_readers(self) -> None:
-        """Wait for other threads, before the file changes. The lock, which is held, lets no new ones in."""
+        """Wait until no other thread reads the file. The caller holds the lock, so none begins to read."""
         while self._readers - {get_ident()}:
             time.sleep(0.001)
 
@@ -185,7 +187,7 @@ class DiskStorage:
                 self._files.journal.put(rows, given, self._files.workers, known)
 
     def submit(self, function: Callable[..., T], *args: Any, in_order: bool = False) -> Call[T]:
-        """Run a function in a thread that copies rows, or after earlier calls in the thread that writes."""
+        """Run a function in a thread that copies rows; `in_order`: in the writing thread, in call order."""
         self._files.check()
         call = Call(function, *args)
         (self._files.writer if in_order else self._files.workers).submit(call)
@@ -196,7 +198,7 @@ class DiskStorage:
         self._files.cached_changes = changed_rows
 
     def has_room(self, n_rows: int) -> bool:
-        """True if any `n_rows` rows can certainly change, without taking the lock; see `make_room`."""
+        """Return whether any `n_rows` rows can certainly change. Takes no lock; see `make_room`."""
         self._files.check()
         journal = self._files.journal
         return self._broken is None and not journal.is_sealed and journal.has_room(n_rows)
@@ -224,7 +226,7 @@ class DiskStorage:
     def write_(self, start: int, records: Tensor) -> None:
         self.scatter_(torch.arange(start, start + len(records), device=self.device), records)
 
-    # ---- checkpoints to be made
+    # ---- new checkpoints
 
     def checkpoint(self, meta: Meta | None = None) -> None:
         """Make all rows as they are now, and `meta`, durable. Without `meta`, the last one stays.
@@ -261,7 +263,8 @@ class DiskStorage:
     def _begin(self, *, change: bool = False) -> None:
         """Check that the files are open. Before a change, complete or drop an interrupted checkpoint.
 
-        Called with the lock held, not by a context manager: Ctrl-C as it ends could leave the lock taken.
+        The caller holds the lock. This is not a context manager that takes it, since Ctrl-C in the manager's
+        exit could leave the lock taken.
         """
         self._files.check()
         if not change:
@@ -277,7 +280,7 @@ class DiskStorage:
             self._unseal()
             return
         if decision is not None:
-            MappedFile.sync_folder(Path(decision.path).parent)  # the save may have ended before it did
+            MappedFile.sync_folder(Path(decision.path).parent)  # a killed save may not have synced it
         self.commit()
 
     def commit(self) -> None:
@@ -287,7 +290,7 @@ class DiskStorage:
             assert self._sealed is not None, "call prepare first"
             journal = self._files.journal
             self._wait_for_readers()
-            self._sealed = sealed = replace(self._sealed, decision=None)  # decided
+            self._sealed = sealed = replace(self._sealed, decision=None)  # it is decided
             try:
                 apply(self._files.table, sealed)
             except NotSynced as error:
@@ -298,11 +301,11 @@ class DiskStorage:
             journal.clear(sealed.state.n_rows)
             self._state, self.n_rows, self._sealed = sealed.state, sealed.state.n_rows, None
             self._is_held = False
-            # Last: until then an interrupted commit is repeated, and a kill meanwhile needs the journal.
+            # Last, since an interrupted commit is repeated, and recovery after a kill needs the journal.
             journal.unseal(durably=False)
 
     def resize(self, n_rows: int, *, fill: Fill, meta: Meta | None = None) -> DiskStorage:
-        """Add rows at the end; they and all changed rows become a checkpoint."""
+        """Add rows at the end. New rows and all changed rows become a checkpoint."""
         with self._files.lock:
             self._begin(change=True)
             table, nbytes = self._files.table, self.record.nbytes
@@ -319,7 +322,7 @@ class DiskStorage:
             except BaseException:
                 if self._sealed is not None:
                     self.commit()  # the new rows are durable
-                elif self._state is not state and self._files.journal.is_sealed:  # perhaps they are
+                elif self._state is not state and self._files.journal.is_sealed:  # perhaps they are durable
                     self._broken = UNKNOWN
                 elif self._state is not state:
                     replace_sums(table, nbytes, sums)
@@ -329,7 +332,7 @@ class DiskStorage:
     def rebuilt(
         self, record: Record, *, fill: Fill, device: torch.device = CPU, meta: Meta | None = None
     ) -> DiskStorage:
-        """Replace the file by one with other records: a checkpoint, after which this storage is closed.
+        """Replace the file by one with other records. This is a checkpoint, and closes this storage.
 
         `fill` may read from this storage. After an error, this storage and its file are as they were.
         """
@@ -347,7 +350,7 @@ class DiskStorage:
             return Draft(self.path, record, self._next(meta), fill=fill, replaces=replaced)
 
     def replaced_by(self, draft: Draft) -> DiskStorage:
-        """Replace the file by a draft: a checkpoint, after which this storage is closed."""
+        """Replace the file by a draft. This is a checkpoint, and closes this storage."""
         with self._files.lock:
             self._begin(change=True)
             self._wait_for_readers()
@@ -375,7 +378,7 @@ class DiskStorage:
             raise
 
     def _sums(self) -> Sums:
-        """Return the checksums of all rows. After a `resize` that was killed, they begin again: unknown."""
+        """Return the checksums of all rows. After a `resize` that was killed, all are unknown."""
         table = self._files.table
         if table.sums is None:
             replace_sums(table, self.record.nbytes, np.zeros(self.n_rows, np.uint32))
@@ -383,7 +386,7 @@ class DiskStorage:
         return table.sums
 
     def _unseal(self) -> None:
-        """Take a seal back, durably, if there is one. If this is interrupted, the next change repeats it."""
+        """Remove the seal durably, if there is one. If this is interrupted, the next change repeats it."""
         try:
             self._files.journal.unseal(durably=True)
         except NotSynced:
