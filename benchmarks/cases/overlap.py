@@ -16,9 +16,9 @@ of turns.
 
 Models compute forward and backward in bf16; only the table is updated. The bound ratio is the step against
 the larger of two times. The model alone is eager, and takes turns with the steps (in `cold` it is measured
-before them). The table alone is the fastest of its steps without a model; with uniform ids, that is the time
-of the bus. A step from disk is compared with the model alone; a step from a cold file with the larger of that
-and the time that 16 threads take to read as many pages at random as the step waited for.
+before them). The table alone is the fastest of its steps without a model. With uniform ids, the bus takes
+nearly all of that time. A step from disk is compared with the model alone; a step from a cold file with the
+larger of that and the time that 16 threads take to read as many pages at random as the step waited for.
 """
 
 from __future__ import annotations

@@ -46,9 +46,10 @@ def mover_shape(nbytes: int, *, both_ways: bool = False, in_clusters: bool = Fal
     """Return the shape for records of so many bytes, which are read, written, or both at once.
 
     A few programs with many records in flight saturate the bus, and leave the other SMs to the model. On an
-    H200 they have 0.96 to 1.01 of the speed of 96 and more programs of 4 warps, for records of 64 B to 4 KB
-    (`python -m tests.scripts.measure_movers`, commit 5f83ae1). cuBLAS is not told to leave SMs to them: it
-    would choose other kernels, which round differently, and steps were not measurably faster.
+    H200, those that move both ways have 0.96 to 1.01 of the speed of 96 and more programs of 4 warps, for
+    records of 64 B to 4 KB (`python -m tests.scripts.measure_movers`, commit 5f83ae1). cuBLAS is not told to
+    leave SMs to them: it would choose other kernels, which round differently, and steps were not measurably
+    faster.
 
     `in_clusters`: each program is a cluster of two CTAs, unless records are small and soon moved. Matrix
     products and convolutions of an H200 run in clusters of two, too: four single CTAs take eight SMs from
