@@ -190,13 +190,17 @@ def test_an_admission_is_taken_back(n_lines: int, is_overwritten: bool) -> None:
 # ---- rows that are kept for coming batches
 
 
-def prefetch(cache: Any, rows: Any, window: int) -> LookupBatch | None:
+def prefetch(cache: Any, rows: Any, window: int, *, ends: bool = False) -> LookupBatch | None:
+    """Admit rows ahead of time. `ends`: the step with them ends at once."""
     keys = torch.as_tensor(rows, device=cache.device)
     found = cache.prefetch(keys, window=window, reservation=None)
     if keys.is_cuda:
         torch.cuda.synchronize()  # a prefetcher decides in "decisions", and orders the moves after it
     cache.issue_moves()
-    return None if found is None else LookupBatch(keys.shape, *found[:2], cache, found[2])
+    batch = None if found is None else LookupBatch(keys.shape, *found[:2], cache, found[2])
+    if batch is not None and ends:
+        cache.end_prefetch(batch)
+    return batch
 
 
 def test_slots_of_the_last_admissions_are_kept(kernel_device: str) -> None:
@@ -204,6 +208,8 @@ def test_slots_of_the_last_admissions_are_kept(kernel_device: str) -> None:
     cache = cache_of(emb)
     batches = []
     for n in range(6):
+        if n > 2:
+            cache.end_prefetch(batches[n - 3])
         batches.append(prefetch(cache, range(4 * n, 4 * n + 4), 2))
         admit(emb, [])  # empty batches do not count
     for n, batch in enumerate(batches):
@@ -211,9 +217,26 @@ def test_slots_of_the_last_admissions_are_kept(kernel_device: str) -> None:
         assert batch.keys.dtype == torch.int32  # as in captured lookups, for which kernels must be loaded
     assert cached_rows(emb) == set(range(12, 24))
     assert prefetch(cache, range(50, 55), 2) is None  # 5 + 4 + 4 rows do not fit
-    admit(emb, range(50, 55))  # in the training stream it may evict all others
-    assert not any(cache.protects(batch) for batch in batches)
-    assert set(range(50, 55)) <= cached_rows(emb)
+    admit(emb, range(50, 55))  # in the training stream it keeps those that fit: the last four rows
+    assert [cache.protects(batch) for batch in batches] == [*5 * [False], True]
+    assert {*range(20, 24), *range(50, 55)} <= cached_rows(emb)
+
+
+def test_two_loops_over_one_table(kernel_device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And batches of different numbers of lookups: all rows are prefetched, and stay until their step."""
+    emb, admit_here = made(200, 150, device=kernel_device), mock.Mock(wraps=gpu.GpuCache.admit)
+    monkeypatch.setattr(gpu.GpuCache, "admit", lambda *args, **options: admit_here(*args, **options))
+    chance = torch.Generator().manual_seed(0)
+    batches = [torch.randint(200, (n % 3 + 1, 6), generator=chance) for n in range(16)]
+    loops = [
+        flatbed.Prefetcher(batches[first::2], {emb: lambda batch: list(batch)}, depth=2) for first in (0, 1)
+    ]
+    for both in zip(*loops, strict=True):
+        for batch in both:
+            for ids in batch:
+                emb(ids)
+    assert not admit_here.called
+    assert not cache_of(emb)._live
 
 
 def decided(policy: str) -> tuple[list[Tensor], Any]:
@@ -308,12 +331,13 @@ def test_a_replay_that_fails_is_launched(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_graph_is_replayed_again_when_its_decisions_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = cache_of(made(100, 40))
     simulate_graphs(monkeypatch, cache)
-    held: list[Any] = [prefetch(cache, [n, n + 1], 2) for n in range(4)]  # one launched, three captured
+    # One is launched, three are captured.
+    held: list[Any] = [prefetch(cache, [n, n + 1], 2, ends=True) for n in range(4)]
     assert len(cache._graphs._graphs) == 3
     del held[1]
-    held.append(prefetch(cache, [50, 60], 2))
+    held.append(prefetch(cache, [50, 60], 2, ends=True))
     assert len(cache._graphs._graphs) == 3
-    held.append(prefetch(cache, [51, 61], 2))
+    held.append(prefetch(cache, [51, 61], 2, ends=True))
     assert len(cache._graphs._graphs) == 4
     expected = [[0, 1], [2, 3], [3, 4], [50, 60], [51, 61]]
     assert [batch.unique.rows.tolist() for batch in held] == expected
@@ -326,7 +350,7 @@ def test_graphs_are_for_a_number_of_keys_and_a_window(monkeypatch: pytest.Monkey
     cache = cache_of(made(100, 40))
     simulate_graphs(monkeypatch, cache)
     for window, n in [(1, 2), (2, 2), (1, 3)] * 3:
-        prefetch(cache, range(n), window)
+        prefetch(cache, range(n), window, ends=True)
     assert [graph.kind for graph in cache._graphs._graphs] == [(2, 1), (2, 2), (3, 1)]
 
 
@@ -791,6 +815,11 @@ class Simulation:
         self.training.wait_event(ready)
         self.begun.append(batches)
 
+    def end(self) -> None:
+        """End the step of the last batch that was begun."""
+        for batch in self.begun[-1] if self.begun else []:
+            self.cache.end_prefetch(batch)
+
     def use(self, batch: LookupBatch | None, rows: Tensor) -> None:
         self.cache.location_for(batch)
         self.issue(set(rows.tolist()), memory=None if batch is None else batch.unique.rows)
@@ -799,6 +828,10 @@ class Simulation:
         """Leave the loop: its batches end, and work on them goes on."""
         self.cache.prefetch_after(self.training)
         self.cache.prefetch_after(self.streams["moves"])
+        self.end()
+        for batches, _ in self.pending:
+            for batch in batches:
+                self.cache.end_prefetch(batch)
         self.pending, self.begun = [], []
 
     def conflicts(self) -> int:
@@ -847,6 +880,7 @@ def simulate(
                 simulation.training.wait_stream(before)
         if is_ordered:
             simulation.streams["decisions"].wait_stream(simulation.training)
+        simulation.end()
         while len(simulation.pending) < depth + 1:
             simulation.prefetch([ids() for _ in range(n_lookups)])
         simulation.begin()

@@ -255,6 +255,8 @@ class RowPrefetch:
             if lookup.batch is not None:
                 with suppress(ValueError):
                     self.table._prefetched.remove(lookup.batch)
+            if lookup.admitted is not None and lookup.admitted.cache is not None:
+                lookup.admitted.cache.end_prefetch(lookup.admitted)
         if is_left:
             self._keep_memory(request)
         reserved = [lookup for lookup in request.lookups if lookup.reserved is not None]

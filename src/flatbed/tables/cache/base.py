@@ -63,6 +63,9 @@ class Cache(ABC):
     def issue_moves(self) -> None:  # noqa: B027
         """Move the records of prefetches, if `prefetch` has not."""
 
+    def end_prefetch(self, batch: LookupBatch) -> None:  # noqa: B027
+        """Let later admissions evict the rows of a prefetched batch. Idempotent. Any thread."""
+
     @abstractmethod
     def protects(self, batch: LookupBatch | None) -> bool:
         """Return True if the rows of this batch are in slots, and stay there while work issued now runs."""

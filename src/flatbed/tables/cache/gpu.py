@@ -25,7 +25,8 @@ them on the device, and `_n_admissions` on the host.
 
 - Admission T with a window W does not evict slots used by admissions T - W to T - 1. W is above 0 only if the
   ids of all of them fit into the cache together, so that all their rows are in slots.
-- Windows reach back to the batch handed out, over admissions that are no prefetches, too (`_span`).
+- Windows reach back to the oldest prefetch whose step has not ended (`_live`): that of the batch handed out.
+  Other admissions in between, and prefetches of other loops, are in the window, too.
 - `protects(batch)` is True if the batch's admission is at least `_oldest_protected`: no admission issued so
   far can evict its rows. Later admissions wait for all training work issued before their `next`. So a step
   needs no event for rows that are protected.
@@ -93,9 +94,8 @@ class GpuCache(Cache):
         self.records = torch.empty((n_slots, storage.record.nbytes), dtype=torch.uint8, device=device)
         self.location = RecordLocation(storage.memory, self.records, self.index.slot_of_row, self.index.dirty)
         self._n_admissions = 0
-        # Of the last admissions: how many ids, and whether it was a prefetch.
-        self._recent: deque[tuple[int, bool]] = deque(maxlen=MAX_WINDOW)
-        self._window = 0  # how many earlier prefetches the last one keeps
+        self._n_ids: deque[int] = deque(maxlen=MAX_WINDOW)  # of the last admissions
+        self._live: set[int] = set()  # numbers of the prefetches whose step has not ended
         self._oldest_protected = 1
         # The next prefetch waits for both: streams with other work, and those of loops that ended early.
         self._streams_to_await: set[torch.cuda.Stream] = set()
@@ -115,10 +115,7 @@ class GpuCache(Cache):
         """Find unique rows, and admit them. Calls `on_checked` before rows move."""
         self.wait_for_prefetch()
         n = keys.numel()
-        window = 0
-        if self._window:  # keeps the prefetched batches, if possible with the one in use
-            windows = self._span(self._window + 1), self._span(self._window), self._window
-            window = next((one for one in windows if self._has_room(n, one)), 0)
+        window = self._window_over_live(n)
         oldest = self._begin_admission(n, window)
         decided = self._kernels.decide(
             self.index, keys, window, first_error=first_error, on_checked=on_checked
@@ -126,7 +123,7 @@ class GpuCache(Cache):
         if n:
             self._kernels.move(decided, self.location)
             self.index.moving = False
-        return decided.found, self._end_admission(n, oldest, is_prefetch=False)
+        return decided.found, self._end_admission(n, oldest)
 
     def prefetch(
         self, ids: Tensor, *, window: int, reservation: object
@@ -139,11 +136,10 @@ class GpuCache(Cache):
         if self.has_unseen_replays or is_capturing(self.device):
             return None
         self._check_moved()
-        n, n_prefetches = ids.numel(), window
+        n = ids.numel()
         if not self._has_room(n, window):
             return None
-        if self._has_room(n, span := self._span(window)):
-            window = span
+        window = max(window, self._window_over_live(n))
         # Before the streams are awaited: a graph is free after its last loop has called `prefetch_after`.
         graph = self._graphs.find(n, window, captures=True)
         for streams in (self._streams_to_await, self._streams_of_left_loops):
@@ -159,9 +155,14 @@ class GpuCache(Cache):
         except BaseException:
             self._order_moves()  # later work waits for "moves" only, and so for what "decisions" has begun
             raise
-        self._window = n_prefetches
         assert decided.keys is not None
-        return decided.keys, decided.found, self._end_admission(n, oldest, is_prefetch=True)
+        number = self._end_admission(n, oldest)
+        if n:
+            self._live.add(number)
+        return decided.keys, decided.found, number
+
+    def end_prefetch(self, batch: LookupBatch) -> None:
+        self._live.discard(batch.admission)
 
     def issue_moves(self) -> None:
         """Move the records of prefetches in the stream "moves", which is ordered after "decisions"."""
@@ -182,19 +183,12 @@ class GpuCache(Cache):
             return True
         if window > MAX_WINDOW:
             return False
-        return sum(size for size, _ in islice(reversed(self._recent), window)) + n <= self.n_slots
+        return sum(islice(reversed(self._n_ids), window)) + n <= self.n_slots
 
-    def _span(self, n_prefetches: int) -> int:
-        """Return how many of the last admissions include the last prefetches, and others between them.
-
-        As many others as prefetches are counted at most: rows of a loop that has ended need not be kept.
-        """
-        span, n_found = n_prefetches, 0
-        for position, (_, is_prefetch) in enumerate(islice(reversed(self._recent), 2 * n_prefetches), 1):
-            n_found += is_prefetch
-            if is_prefetch and n_found <= n_prefetches:
-                span = max(span, position)
-        return span
+    def _window_over_live(self, n: int) -> int:
+        """Return the window for n ids that keeps as many live prefetches as fit, the latest first."""
+        windows = [self._n_admissions + 1 - number for number in [*self._live]]
+        return max((one for one in windows if self._has_room(n, one)), default=0)
 
     def _begin_admission(self, n: int, window: int) -> int:
         """Count an admission of n ids, unless there are none. Returns the oldest that is protected after it.
@@ -207,10 +201,10 @@ class GpuCache(Cache):
         self._n_admissions, self._oldest_protected = number, number + 1
         return max(before, number - window) if self.index.direct or n <= self.n_slots else number + 1
 
-    def _end_admission(self, n: int, oldest_protected: int, *, is_prefetch: bool) -> int:
+    def _end_admission(self, n: int, oldest_protected: int) -> int:
         """Return the number of the admission."""
         if n:
-            self._recent.append((n, is_prefetch))
+            self._n_ids.append(n)
             self._oldest_protected = oldest_protected
         return self._n_admissions
 
@@ -225,7 +219,8 @@ class GpuCache(Cache):
         """End prefetching for good, since the host does not see what replays do."""
         self.in_graphs = True
         if not self.has_unseen_replays:
-            self.has_unseen_replays, self._window = True, 0
+            self.has_unseen_replays = True
+            self._live.clear()
             if self._has_prefetched and self.device.type == "cuda":
                 with relaxed_capture():
                     stream_for(self.device, "moves").synchronize()
