@@ -11,7 +11,7 @@ import shutil
 import sys
 import weakref
 from collections import Counter
-from contextlib import _GeneratorContextManager, suppress
+from contextlib import _GeneratorContextManager, nullcontext, suppress
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -591,6 +591,93 @@ def test_an_interrupted_load_changes_nothing_later(tmp_path: Path) -> None:
         assert difference(run.snapshot(), run.before) is None, number
     assert 5 < number < 199
     close(run.model)
+
+
+@pytest.mark.parametrize("storage", ["host", "disk"])
+def test_a_save_after_an_interrupted_step(storage: str, tmp_path: Path) -> None:
+    """It raises if only a part of the parameters made the step. A load, or a later step, ends that."""
+    model = nn.ModuleList(
+        [flatbed.Embedding(20, 4, seed=n, storage=storage, **files) for n, files in enumerate(
+            [{"path": tmp_path / name} if storage == "disk" else {} for name in "ab"]
+        )]
+    ).append(nn.Linear(4, 1))  # fmt: skip
+    optimizer = flatbed.optim.Adam(model, max_norm=1.0)
+    first, second, last = model
+
+    def train() -> None:
+        ids = torch.arange(6)
+        last(first(ids) * second(ids)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def steps() -> set[float]:
+        counts = [table.table.scalars()["step"] for table in (first, second)]
+        return {*counts, float(optimizer.state[last.weight]["step"])}
+
+    train()
+    n_torn = n_whole = 0
+    for number in count(1, 9):
+        save_checkpoint(tmp_path / "run", model, optimizer)
+        if not interrupted(train, number):
+            break
+        try:
+            save_checkpoint(tmp_path / "run", model, optimizer)
+            n_whole += 1
+        except FlatbedError as error:
+            assert "interrupted" in str(error)  # noqa: PT017
+            n_torn += 1
+        else:
+            assert len(steps()) == 1
+        load_checkpoint(tmp_path / "run", model, optimizer)
+        assert len(steps()) == 1
+        train()
+    assert n_torn > 1
+    assert n_whole > 1
+
+
+def test_a_save_inside_of_a_save_raises(tmp_path: Path) -> None:
+    """As that of a signal handler would. The outer one fails, and later ones do not."""
+    model = nn.Linear(3, 1)
+
+    class Saves(nn.Module):
+        def get_extra_state(self) -> Any:  # called in the middle of a save
+            save_checkpoint(tmp_path / "inner", model)
+
+    for folder in ("run", "other"):
+        with pytest.raises(FlatbedError, match="called inside of save_checkpoint"):
+            save_checkpoint(tmp_path / folder, Saves())
+    save_checkpoint(tmp_path / "run", model)
+    load_checkpoint(tmp_path / "run", model)
+
+
+def test_replacing_a_checkpoint_of_another_process_warns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Linear(3, 1)
+    save_checkpoint(tmp_path, model)
+    save_checkpoint(tmp_path, model)  # its own
+    for prepare in (lambda: None, partial(load_checkpoint, tmp_path, model)):
+        monkeypatch.setattr(folders, "known_tokens", set[str]())
+        monkeypatch.setattr("flatbed.checkpoint.load.known_tokens", folders.known_tokens)
+        prepare()
+        is_known = bool(folders.known_tokens)
+        with nullcontext() if is_known else pytest.warns(UserWarning, match="v0000002-.* neither loaded nor"):
+            save_checkpoint(tmp_path, model)
+    monkeypatch.setattr(folders, "known_tokens", set[str]())
+    save_checkpoint(tmp_path, model, keep=2)  # the other one stays
+
+
+def test_parameters_in_another_order(tmp_path: Path) -> None:
+    """Of equal shapes: their moments would be mixed up."""
+    model = nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3)})
+
+    def adam(names: str) -> Any:
+        return flatbed.optim.Adam([{"params": model[name]} for name in names])
+
+    save_checkpoint(tmp_path, model, adam("ab"))
+    load_checkpoint(tmp_path, model, adam("ab"))
+    with pytest.raises(FlatbedError, match=r"the model's parameters .*a\.weight.* Adam has .*b\.weight"):
+        load_checkpoint(tmp_path, model, adam("ba"))
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

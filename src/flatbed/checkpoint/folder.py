@@ -32,6 +32,9 @@ VERSION = re.compile(r"v(\d{7,})(-[0-9a-f]{8})?")
 FILE = re.compile(r"(model|state|optimizer-\d+|table-\d+)\.safetensors|optimizer\.json")
 JSON_LIMIT = 1 << 28  # bytes
 
+known_tokens: set[str] = set()
+"""Those of the checkpoints that this process has saved or loaded: a save replaces them without a warning."""
+
 
 class NoCheckpointError(FlatbedError, FileNotFoundError):
     """The error of a folder without a checkpoint. A program that resumes runs starts a new one then."""

@@ -20,6 +20,7 @@ from flatbed.checkpoint.folder import (
     OPTIMIZERS,
     NoCheckpointError,
     check_files,
+    known_tokens,
     no_checkpoint,
     read_json,
     reading,
@@ -30,6 +31,7 @@ from flatbed.checkpoint.state import (
     check_same,
     dense_state,
     load_plain_state,
+    names_of,
     options_of,
     plain_state,
     rng_state,
@@ -112,7 +114,7 @@ def load_checkpoint(
             for name in training.tables
         }
         parts = [
-            *_optimizer_parts(path, manifest, training.optimizers),
+            *_optimizer_parts(path, manifest, training),
             of_model,
             *_other_parts(path, manifest, training, rng=rng),
             *([_random_part(path, manifest)] if rng else []),
@@ -146,6 +148,7 @@ def load_checkpoint(
             one.zero_grad()
         for table in training.tables.values():
             table._store.mark_loaded()
+        known_tokens.add(manifest["token"])
     return dict(manifest["extra"])
 
 
@@ -276,9 +279,8 @@ def _check_count(path: Path, what: str, n_saved: int, n_given: int) -> None:
         )
 
 
-def _optimizer_parts(
-    path: Path, manifest: Mapping[str, Any], optimizers: Sequence[Optimizer]
-) -> Iterator[Part]:
+def _optimizer_parts(path: Path, manifest: Mapping[str, Any], training: Training) -> Iterator[Part]:
+    model, optimizers = training.model, training.optimizers
     if not optimizers:
         return
     _check_count(path, "optimizers", manifest["n_optimizers"], len(optimizers))
@@ -288,7 +290,8 @@ def _optimizer_parts(
         with _reading(path / f"optimizer-{number}.safetensors") as tensors:
             about = kept[number]
             state = unpack(about["state"], tensors)
-            check_same(optimizer, state, about["shapes"], where=f"{path} (optimizer {number})")
+            where = f"{path} (optimizer {number})"
+            check_same(optimizer, state, about, names_of(optimizer, model), where=where)
             state, saved = shard_state(optimizer, state), about.get("class", given)
             options, ours = unpack(about.get("options", {}), tensors), {**NO_OPTIONS, **options_of(optimizer)}
             differing = [name for name in ours if options.get(name, ours[name]) != ours[name]]

@@ -6,6 +6,7 @@ import json
 import os
 import secrets
 import shutil
+import threading
 import warnings
 import zlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -21,7 +22,15 @@ from torch.optim import Optimizer
 
 from flatbed.checkpoint import folder as folders
 from flatbed.checkpoint.folder import CURRENT, OPTIMIZERS
-from flatbed.checkpoint.state import Packer, dense_state, options_of, plain_state, rng_state, shapes_of
+from flatbed.checkpoint.state import (
+    Packer,
+    dense_state,
+    names_of,
+    options_of,
+    plain_state,
+    rng_state,
+    shapes_of,
+)
 from flatbed.distributed.dense_shards import Sharding, whole
 from flatbed.distributed.ranks import Lockstep, communicating, rank, world_size
 from flatbed.errors import FlatbedError
@@ -84,6 +93,10 @@ class Training:
         return Training(model, optimizers, schedulers, scalers, tables)
 
 
+_lock_files: dict[int, Any] = {}
+"""The lock file of the last save of each thread. It is closed unless that save is going on."""
+
+
 def _several(given: Any) -> tuple[Any, ...]:
     if given is None:
         return ()
@@ -114,6 +127,11 @@ def save_checkpoint(
     version: after this save, older checkpoints cannot be loaded. So `keep` must be 1, and a warning names
     another folder that can no longer be loaded.
 
+    After a step that Control-C or an error has interrupted, this raises: load the last checkpoint. It raises
+    inside of a step or of another save, too, where a signal handler may call it: set a flag there, and save
+    after `step()`. A warning says if the checkpoint that is replaced was neither loaded nor saved by this
+    process.
+
     Saves of several processes to one folder wait for each other. With torch.distributed, all ranks call this,
     with a folder that all of them see. The first rank writes all files but those of tables with
     ``shard="row"``. All ranks write these together, and any number of ranks can load them.
@@ -129,6 +147,7 @@ def save_checkpoint(
     with Lockstep("saving a checkpoint") as lockstep:
         folder = as_path(folder, "folder").absolute()
         training = Training.of(model, optimizer, scheduler, scaler)
+        _refuse_partial_steps(training)
         if type(keep) is not int or keep < 1:
             raise ValueError(f"keep must be at least 1, the version that is being saved; found {keep!r}")
         manifest = {"format": folders.FORMAT, "version": folders.FORMAT_VERSION}
@@ -148,9 +167,11 @@ def save_checkpoint(
         lockstep.meet()
         random = lockstep.gather(rng_state()) if rng else []
         token = manifest["token"] = lockstep.of_first(secrets.token_hex(16))
+        folders.known_tokens.add(token)
         with ExitStack() as held, folders.open_lock(folder) if lockstep.first else nullcontext() as file:
             if file is not None:
-                lock(file)
+                _lock(file)
+                _warn_of_another_run(folder, keep)
                 version = folders.make_version(folder, token)
                 lockstep.undo = partial(_undo, version)
             lockstep.meet()
@@ -178,6 +199,43 @@ def save_checkpoint(
             lockstep.meet()
             if lockstep.first:
                 folders.remove_others(folder, kept)
+
+
+def _refuse_partial_steps(training: Training) -> None:
+    """Raise if some parameters have made a step that others have not."""
+    for one in training.optimizers:
+        if getattr(one, "_has_partial_step", False):
+            raise FlatbedError(
+                f"a step of {type(one).__name__} was interrupted, or is going on: some parameters have made "
+                "it, and others have not. Load the last checkpoint. To save at a signal, set a flag in its "
+                "handler, and save after step()"
+            )
+
+
+def _lock(file: Any) -> None:
+    """Lock a folder. Raises inside of another save of this thread, which would never end."""
+    thread = threading.get_ident()
+    before = _lock_files.get(thread)
+    if before is not None and not before.closed:
+        raise FlatbedError(
+            "save_checkpoint was called inside of save_checkpoint, by a signal handler for example: set a "
+            "flag in the handler, and save after step()"
+        )
+    _lock_files[thread] = file
+    lock(file)
+
+
+def _warn_of_another_run(folder: Path, keep: int) -> None:
+    """Warn if the folder's checkpoint, which this process does not know, will be replaced."""
+    if keep == 1 and (folder / CURRENT).exists():
+        token, (version, *_) = folders.read_current(folder)
+        if token not in folders.known_tokens:
+            warnings.warn(
+                f"this save replaces the checkpoint {folder / version}, which this process has neither "
+                "loaded nor saved. To go on with a run, call flatbed.load_checkpoint first; to keep both, "
+                "save to another folder, or pass keep=2",
+                stacklevel=3,
+            )
 
 
 def _undo(version: Path) -> None:
@@ -256,6 +314,7 @@ class Version:
         for number, optimizer in enumerate(self.training.optimizers):
             packer, name = Packer(), f"optimizer-{number}"
             about = {"class": type(optimizer).__name__, "shapes": shapes_of(optimizer)}
+            about["names"] = names_of(optimizer, self.training.model)
             about["options"] = packer.pack(options_of(optimizer), name)
             optimizers.append({**about, "state": packer.pack(plain_state(optimizer), name)})
             self._write_tensors(f"{name}.safetensors", packer)

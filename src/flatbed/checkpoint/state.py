@@ -180,9 +180,20 @@ def shapes_of(optimizer: Optimizer) -> list[list[Any]]:
     return [[shape(p) for p in group["params"]] for group in optimizer.param_groups]
 
 
-def check_same(optimizer: Optimizer, state: Any, shapes: Any, *, where: str) -> None:
+def names_of(optimizer: Optimizer, model: nn.Module) -> list[list[str]]:
+    """Return the model's names of parameters by group; empty ones for parameters that are not the model's."""
+    names = {id(param): name for name, param in model.named_parameters()}
+    return [[names.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups]
+
+
+def check_same(
+    optimizer: Optimizer, state: Any, about: Mapping[str, Any], names: list[list[str]], *, where: str
+) -> None:
     """Raise unless state was saved from the same parameters in the same groups."""
-    compared: list[tuple[str, Any, Any]] = [("parameters of the shapes", shapes, shapes_of(optimizer))]
+    compared: list[tuple[str, Any, Any]] = [
+        ("parameters of the shapes", about["shapes"], shapes_of(optimizer)),
+        ("the model's parameters", about["names"], names),
+    ]
     groups = zip(state["param_groups"], optimizer.param_groups, strict=False)  # others differ in shapes
     for number, (saved, own) in enumerate(groups):
         theirs, ours = saved.get("param_names"), own.get("param_names")

@@ -79,6 +79,8 @@ class Optimizer(torch.optim.Optimizer):
         self._retired: list[Plan] = []  # former plans, since CUDA graphs hold launches of their steppers
         self._owns_tables = False
         self._averages_in_model = False
+        self._has_partial_step = False
+        """True while a step changes parameters. After one that did not end: until a step does, or a load."""
         self._module = None
 
     def _make_state_early(self, *, copies_weights: bool) -> None:
@@ -366,11 +368,13 @@ class Optimizer(torch.optim.Optimizer):
                 plan = self._current_plan()
                 # Errors here keep the plan: a CUDA graph can be captured next, without another eager step.
                 table_steppers = self._tables.collect_grads(self) if self._tables.owned else []
+                self._has_partial_step = True
                 try:
                     update_all(self, plan, table_steppers)
                 except BaseException:
                     self._drop_plan()  # uploads may not have been issued
                     raise
+                self._has_partial_step = False
             return loss
         except BaseException as error:
             if self._peers is not None:  # other ranks may wait for the norm or for rows of this one
