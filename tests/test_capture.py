@@ -133,6 +133,12 @@ def test_losses_of_several_calls_are_kept_apart() -> None:
     assert len({float(loss) for loss in losses}) == len(losses)
 
 
+def test_results_are_copies_on_a_cpu() -> None:
+    total = torch.zeros(2)
+    add = flatbed.capture(lambda x: total.add_(x))
+    assert [add(torch.ones(2)), add(torch.ones(2))][0].tolist() == [1, 1]
+
+
 @gpu
 def test_another_shape_runs_the_function_and_warns_once() -> None:
     model, reference = Model("host", "cuda"), Model("host", "cuda")

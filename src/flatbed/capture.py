@@ -224,7 +224,7 @@ class CapturedStep:
                 f'graph. Call flatbed.capture with device="{gpu}"',
                 stacklevel=5,
             )
-        return tree_map_only(Tensor, Tensor.detach, result)
+        return tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), result)
 
     def _check_ids(self, graph: StepGraph) -> None:
         """Raise for bad ids of the call before this one. This call runs on the GPU meanwhile."""

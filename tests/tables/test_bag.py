@@ -147,3 +147,10 @@ def test_bag_and_an_embedding_over_one_table() -> None:
     assert dense_grad(emb.table)[:4, 0].tolist() == [0, 1, 2, 0]
     with pytest.raises(TypeError, match="colour"):
         flatbed.EmbeddingBag.from_table(emb.table, colour="red")
+
+
+def test_offsets_that_decrease_raise() -> None:
+    """torch reads memory beyond its ids then."""
+    bag = flatbed.EmbeddingBag(5, 3)
+    with pytest.raises(ValueError, match=r"offsets must not decrease; found \[0, 2, 1\]"):
+        bag(torch.tensor([1, 2, 3]), torch.tensor([0, 2, 1]))

@@ -540,3 +540,27 @@ def test_resume_says_if_a_file_must_exist(tmp_path: Path) -> None:
         made("disk", tmp_path, resume=False, seed=1)
     with pytest.raises(ValueError, match="resume"):
         made(resume=True)
+
+
+def test_given_weights_on_disk_can_be_resumed(tmp_path: Path) -> None:
+    """The second start of a program goes on with the rows of the file, and not with the given ones."""
+    given: Any = {"storage": "disk", "path": tmp_path / "rows.bed", "freeze": False}
+    with flatbed.Embedding.from_pretrained(torch.zeros(5, 3), **given).table as table:
+        table.write_rows([2], torch.ones(1, 3))
+    with pytest.raises(flatbed.FlatbedError, match=r"exists: .* pass resume=True"):
+        flatbed.Embedding.from_pretrained(torch.zeros(5, 3), **given)
+    emb = flatbed.Embedding.from_pretrained(torch.full((5, 3), 7.0), **given, resume=True)
+    assert emb.read_rows(range(5)).sum(1).tolist() == [0, 0, 3, 0, 0]
+    emb.table.close()
+    with pytest.raises(flatbed.FlatbedError, match=r"resume=True, and .* is missing"):
+        flatbed.Embedding.from_pretrained(
+            torch.zeros(5, 3), storage="disk", path=tmp_path / "other.bed", resume=True
+        )
+
+
+def test_functional_call_cannot_replace_a_table() -> None:
+    emb = flatbed.Embedding(5, 3)
+    for weight in (torch.zeros(5, 3), *emb.state_dict().values()):
+        with pytest.raises(flatbed.FlatbedError, match="was replaced by a"):
+            torch.func.functional_call(emb, {"weight": weight}, torch.tensor([1]))
+    assert emb(torch.tensor([1])).shape == (1, 3)

@@ -106,7 +106,13 @@ class TableModule(nn.Module):
     @property
     def table(self) -> Table:
         """The table: the `nn.Parameter` that optimizers of `flatbed.optim` update."""
-        return cast(Table, self._parameters[WEIGHT])
+        table = self._parameters[WEIGHT]
+        if not isinstance(table, Table):  # `torch.func.functional_call`, for example
+            raise FlatbedError(
+                f"the weight of {type(self).__name__} was replaced by a {type(table).__name__}, which cannot "
+                "stand for a table: call the module itself"
+            )
+        return table
 
     @property
     def num_embeddings(self) -> int:
@@ -239,7 +245,8 @@ class TableModule(nn.Module):
         As in torch, the third argument by position is `padding_idx` for an `Embedding`. An `EmbeddingBag`
         takes two, since torch's third one is `max_norm`. `init` and `seed` are for the new rows of `resize`.
         Without `seed`, it follows from the weights: as in torch, no random numbers are drawn (but for one, if
-        the table is sharded).
+        the table is sharded). With ``storage="disk"``, the file at `path` must not exist, unless `resume` is
+        True: the table then has the rows of the file, and `embeddings` says their number, width and dtype.
         """
         if isinstance(embeddings, str | Path):
             raise TypeError(
@@ -251,14 +258,16 @@ class TableModule(nn.Module):
             raise ValueError(
                 f"embeddings must be (num_embeddings, embedding_dim); found {tuple(weights.shape)}"
             )
+        resumes = bool(options.get("resume"))
         if options.get("path") is not None:
-            options["resume"] = False
+            options["resume"] = resumes
         options = {"dtype": weights.dtype, "device": weights.device, **options}
-        if options.get("seed") is None and options.get("shard") is None:  # ranks agree on one
+        if options.get("seed") is None and options.get("shard") is None and not resumes:  # ranks agree on one
             options["seed"] = zlib.crc32(weights[:SEED_ROWS].detach().double().cpu().numpy().tobytes())
         make: Any = cls
         made: Self = make(*weights.shape, *padding_idx, **options)
-        write_field(made.table, WEIGHT, weights)
+        if not resumes:
+            write_field(made.table, WEIGHT, weights)
         return made.requires_grad_(not freeze)
 
     def _set_options(self) -> None:
@@ -283,7 +292,8 @@ def _check_resume(config: Config, resume: bool | None) -> None:
             )
     elif resume is not None and bool(resume) != path.exists():
         missing = "is missing: check the path, or leave resume out to make a new table"
-        found = "exists: choose another path, or delete the file" if path.exists() else missing
+        found = "exists: choose another path, or pass resume=True to go on with its rows"
+        found = found if path.exists() else missing
         raise FlatbedError(f"resume={resume}, and {path} {found}")
     elif resume is None and path not in _announced and is_disk_table(path):  # opening others raises
         _announced.add(path)
@@ -338,7 +348,7 @@ class Embedding(TableModule, torch_embedding):  # type: ignore[misc]
         """Ids of any shape → (*shape, embedding_dim)."""
         if torch.compiler.is_compiling():
             return _untraced(self.forward, input)
-        table = cast(Table, self._parameters[WEIGHT])
+        table = self.table
         records_grad = table._records_grad(training=self.training)
         batch = prepare_lookup(table, input, records_grad=records_grad)
         if records_grad:
@@ -414,7 +424,10 @@ class EmbeddingBag(TableModule, torch_embedding_bag):  # type: ignore[misc]
         rows = GatherFunction.apply(table, batch)  # type: ignore[no-untyped-call,unused-ignore]
         device = table._store.device
         if offsets is not None:
-            offsets = as_ids(offsets, name="offsets").to(device)
+            offsets = as_ids(offsets, name="offsets")
+            if offsets.device.type == "cpu" and bool((offsets[1:] < offsets[:-1]).any()):
+                raise ValueError(f"offsets must not decrease; found {offsets.tolist()[:20]}")
+            offsets = offsets.to(device)
             if self.include_last_offset and not offsets.numel() and not batch.keys.numel():
                 offsets = offsets.new_zeros(1)  # no bags: `offsets[:0]` of a Prefetcher with uneven="empty"
         if per_sample_weights is not None:
