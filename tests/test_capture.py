@@ -308,6 +308,9 @@ def outside_steps(device: str, kind: Any, *, set_to_none: bool | None, captured:
 @pytest.mark.parametrize("kind", [torch.optim.SGD, flatbed.optim.SGD])
 def test_a_step_outside_of_the_captured_function(kind: Any, graph_device: str) -> None:
     """Gradients that are kept have the memory that replays write to; those that are dropped raise."""
+    refused = torch.ones(2).requires_grad_().clone().unbind()[0]  # another tensor of the process
+    with torch.no_grad():
+        refused._base.add_(1)  # type: ignore[union-attr]
     with pytest.raises(flatbed.FlatbedError, match=r"leaves gradients of 2 parameters.* Call step\(\)"):
         outside_steps(graph_device, kind, set_to_none=True, captured=True)
     for set_to_none in (False, None):

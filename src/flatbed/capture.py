@@ -354,9 +354,11 @@ def leaves_with_grads() -> list[tuple[Tensor, Tensor | None, int]]:
     found: list[tuple[Tensor, Tensor | None, int]] = []
     for one in gc.get_objects():
         kind = type(one)
-        if (kind is Tensor or kind is nn.Parameter) and one.requires_grad and one.is_leaf:
-            grad = one.grad
-            found.append((one, grad, -1 if grad is None else grad._version))
+        if kind is Tensor or kind is nn.Parameter:
+            with suppress(RuntimeError):  # of views whose base was changed in a way that torch refuses
+                if one.requires_grad and one.is_leaf:
+                    grad = one.grad
+                    found.append((one, grad, -1 if grad is None else grad._version))
     return found
 
 
