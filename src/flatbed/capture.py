@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from torch.utils._pytree import (
     tree_map_only,
     tree_unflatten,
 )
+from torch.utils.weak import TensorWeakRef
 
 from flatbed.cuda.graph import capture_step
 from flatbed.cuda.streams import relaxed_capture, stream_for
@@ -184,7 +185,7 @@ class CapturedStep:
         built_from = _built_from(self._noted, self._optimizers)
         if self._n_calls <= WARM_UP:
             self._built_from = built_from
-            before = leaves_with_grads() if self._n_calls == WARM_UP else []
+            before = all_leaves() if self._n_calls == WARM_UP else []
             result = self._run_in_side_stream(leaves)
             self._left = OtherGrads.since(before, self._optimizers)
             return result
@@ -346,20 +347,32 @@ _GRAD: Any = Tensor.grad
 """The descriptor itself: tables and flat parameters have properties, which compute."""
 
 
-def leaves_with_grads() -> list[tuple[Tensor, Tensor | None, int]]:
-    """Return all leaves of the process that may get a gradient, with the gradient and its version.
+class Leaf(NamedTuple):
+    """A parameter, and the gradient that it has at some time. Does not keep the gradient."""
+
+    param: Tensor
+    grad: TensorWeakRef | None
+    version: int
+
+
+def all_leaves() -> list[Leaf]:
+    """Return all tensors of the process that may get a gradient.
 
     The step does not say which parameters it uses, so all living objects are searched.
     """
-    found: list[tuple[Tensor, Tensor | None, int]] = []
+    found: list[Leaf] = []
     for one in gc.get_objects():
         kind = type(one)
         if kind is Tensor or kind is nn.Parameter:
             with suppress(RuntimeError):  # of views whose base was changed in a way that torch refuses
                 if one.requires_grad and one.is_leaf:
                     grad = one.grad
-                    found.append((one, grad, -1 if grad is None else grad._version))
+                    found.append(Leaf(one, None, -1) if grad is None else _leaf(one, grad))
     return found
+
+
+def _leaf(param: Tensor, grad: Tensor) -> Leaf:
+    return Leaf(param, TensorWeakRef(grad), grad._version)  # type: ignore[no-untyped-call,unused-ignore]
 
 
 @dataclass(slots=True)
@@ -372,25 +385,27 @@ class OtherGrads:
 
     n_made: int = 0
     """Parameters that had no gradient before the step."""
-    added_to: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    added_to: list[Leaf] = field(default_factory=list)
     """Parameters with gradients that the step added to."""
 
     @classmethod
-    def since(
-        cls, before: list[tuple[Tensor, Tensor | None, int]], optimizers: list[torch.optim.Optimizer]
-    ) -> OtherGrads:
-        """Compare with what `leaves_with_grads` returned before a step of these optimizers."""
+    def since(cls, before: list[Leaf], optimizers: list[torch.optim.Optimizer]) -> OtherGrads:
+        """Compare with `all_leaves` before a step of these optimizers."""
         own, left = {id(p) for p in params_of(optimizers)}, cls()
-        for p, earlier, version in before:
-            if id(p) not in own and p.grad is not None:
-                left.n_made += earlier is None
-                if p.grad is earlier and earlier._version != version:
-                    left.added_to.append((p, earlier))
+        for leaf in before:
+            grad = leaf.param.grad
+            if id(leaf.param) in own or grad is None:
+                continue
+            if leaf.grad is None:
+                left.n_made += 1
+            elif leaf.grad() is grad and leaf.version != grad._version:
+                left.added_to.append(leaf)
         return left
 
     def are_kept(self) -> bool:
         """Return False if code outside of the step has dropped or replaced a gradient."""
-        return all(p.grad is grad for p, grad in self.added_to)
+        grads = ((leaf.param.grad, leaf.grad) for leaf in self.added_to)
+        return all(grad is not None and ref is not None and grad is ref() for grad, ref in grads)
 
     def check(self) -> None:
         """Raise if code outside of the step drops the gradients before each step."""
