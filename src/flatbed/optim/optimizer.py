@@ -367,7 +367,7 @@ class Optimizer(torch.optim.Optimizer):
             with torch.no_grad():
                 plan = self._current_plan()
                 # Errors here keep the plan: a CUDA graph can be captured next, without another eager step.
-                table_steppers = self._tables.collect_grads(self) if self._tables.owned else []
+                table_steppers = self._tables.prepare_step(self) if self._tables.owned else []
                 self._has_partial_step = True
                 try:
                     update_all(self, plan, table_steppers)

@@ -41,7 +41,7 @@ class OwnedTable:
     group: int
     row_scalars: tuple[str, ...]
     """The scalars that are in the record of each row."""
-    pack: RowGrads | None = None
+    total: RowGrads | None = None
     """The gradients of the present step."""
 
 
@@ -88,10 +88,10 @@ class TableStepper:
         sharded: dict[Channel, list[Tensor]] = {}
         for owned in self.tables:
             shards = owned.table._shards
-            if owned.pack is not None:
+            if owned.total is not None:
                 held = replicas if owned.table.replicate and len(self._norm_ranks) > 1 else own
                 held = held if shards is None else sharded.setdefault(shards.channel, [])
-                held.append(owned.pack.grads)
+                held.append(owned.total.grads)
         found = [self._squares(own)]
         if replicas:
             found.append(self._squares(replicas) / len(self._norm_ranks))
@@ -112,13 +112,13 @@ class TableStepper:
         if kernels is None:
             self._update_in_torch(options, scaling, squares)
             return
-        kernels.coefficients.begin_step([int(owned.pack is not None) for owned in self.tables])
+        kernels.coefficients.begin_step([int(owned.total is not None) for owned in self.tables])
         kernels.coefficients.prepare(options, scaling, squares)
         for index, owned in enumerate(self.tables):
-            pack, owned.pack = owned.pack, None
-            if pack is None:
+            total, owned.total = owned.total, None
+            if total is None:
                 continue
-            store, row_io, batch = owned.table._store, owned.table._local_io, pack.batch
+            store, row_io, batch = owned.table._store, owned.table._local_io, total.batch
             location = store.location_for(batch)
             if location is not None:
                 capturing, weights = is_capturing(self.device), None
@@ -127,13 +127,13 @@ class TableStepper:
                 counts_all = capturing or not store.has_steps_in_graphs
                 if batch is not None and counts_all and batch.generation == store.generation:
                     weights = batch.weights
-                kernels.update_rows(index, pack.rows, pack.grads, location, options, weights=weights)
+                kernels.update_rows(index, total.rows, total.grads, location, options, weights=weights)
                 store.writes += 1
                 continue
-            records = row_io.gather(pack.rows).contiguous()
-            kernels.update_rows(index, pack.rows, pack.grads, RecordLocation(records), options, staged=True)
+            records = row_io.gather(total.rows).contiguous()
+            kernels.update_rows(index, total.rows, total.grads, RecordLocation(records), options, staged=True)
             if not bool(self.step_stats[SKIP]):
-                row_io.scatter_(pack.rows, records)
+                row_io.scatter_(total.rows, records)
 
     def _update_in_torch(self, options: StepOptions, scaling: Scaling | None, squares: Tensor | None) -> None:
         norm = None if squares is None else squares.sum().sqrt().float()
@@ -143,11 +143,11 @@ class TableStepper:
         # Chunks, tables and parameters all get different noise.
         seeds = count(int(self.step_stats[STEPS]) * 1_000_003 + 500_000)
         for owned in self.tables:
-            pack, owned.pack = owned.pack, None
-            if pack is not None and not skip:
+            total, owned.total = owned.total, None
+            if total is not None and not skip:
                 update = Update(self.rule, self.groups[owned.group], fused, scale, factor)
                 own_seeds = seeds if options.stochastic_rounding else None
-                _update_in_chunks(owned, compacted(pack), update, own_seeds)
+                _update_in_chunks(owned, compacted(total), update, own_seeds)
 
 
 def _squared_norm(grad: Tensor) -> Tensor:
@@ -166,17 +166,17 @@ def _check_fields(rule: Rule, owned: OwnedTable, group: Group) -> None:
         )
 
 
-def _update_in_chunks(owned: OwnedTable, pack: RowGrads, update: Update, seeds: Any) -> None:
+def _update_in_chunks(owned: OwnedTable, total: RowGrads, update: Update, seeds: Any) -> None:
     """Read, update and write rows in torch operations."""
     row_io = owned.table._local_io
     before = {name: float(value) for name, value in owned.table._store.scalars.items()}
     after: Mapping[str, float] = before
     # Whole vectors, so that a row's bits do not depend on where the chunks end.
-    size = max(1, CHUNK_BYTES // (pack.grads.shape[1] * 64)) * 16
+    size = max(1, CHUNK_BYTES // (total.grads.shape[1] * 64)) * 16
     if not row_io.store.in_memory:  # rows of a file are written in one call: all of them, or none
-        size = max(1, len(pack.rows))
-    for start in range(0, max(1, len(pack.rows)), size):  # a step without rows counts too
-        rows, grads = pack.rows[start : start + size], pack.grads[start : start + size]
+        size = max(1, len(total.rows))
+    for start in range(0, max(1, len(total.rows)), size):  # a step without rows counts too
+        rows, grads = total.rows[start : start + size], total.grads[start : start + size]
         fields = row_io.read_fields(rows)
         if not len(rows):
             update = replace(update, fused=False)
@@ -315,7 +315,7 @@ class OptimizerTables:
 
     # ---- a step
 
-    def collect_grads(self, owner: Optimizer) -> list[TableStepper]:
+    def prepare_step(self, owner: Optimizer) -> list[TableStepper]:
         """Give all tables' gradients to their steppers, with several ranks the mean; return the steppers.
 
         Returns an empty list if no table has a gradient. Errors are raised before anything changes.
@@ -339,11 +339,11 @@ class OptimizerTables:
         for owned in self.owned:
             if several:
                 exchange_grads(owned.table)
-            owned.pack = owned.table._grads.packed()
+            owned.total = owned.table._grads.total()
         for owned in self.owned:
-            if owned.pack is not None and owned.table._store.config.storage == "disk":
-                owned.table._local_io.reserve_space(owned.pack)
-        if not any(owned.pack for owned in self.owned):
+            if owned.total is not None and owned.table._store.config.storage == "disk":
+                owned.table._local_io.reserve_space(owned.total)
+        if not any(owned.total for owned in self.owned):
             return []
         options = [[group[name] != 0 for name in self._switches] for group in groups]
         key: list[Any] = [id(groups), options]  # all that the launches depend on

@@ -31,7 +31,7 @@ class RowGrads:
     rows: Tensor
     grads: Tensor
     task: int = -1  # the backward pass that recorded it
-    shared: bool = False  # True if it is the mean over all ranks already
+    is_mean: bool = False  # True if it is the mean over all ranks already
     # The lookup that the rows are of; for a sum over several lookups one that stands for all, or None.
     batch: LookupBatch | None = None
     captured: bool | None = False  # True if it is part of a CUDA graph, None if some of its parts are
@@ -61,17 +61,17 @@ class GradAccumulator:
         with self.lock:
             self.parts.append(part)
             if len(self.parts) > MAX_PARTS:  # the current pass is summed apart until it ends
-                current = [part for part in self.parts if part.task == task and not part.shared]
-                earlier = [part for part in self.parts if part.task != task or part.shared]
+                current = [part for part in self.parts if part.task == task and not part.is_mean]
+                earlier = [part for part in self.parts if part.task != task or part.is_mean]
                 self.parts = [*self._sums(earlier), merge_grads(current, self.n_rows)]
 
     def _sums(self, parts: list[RowGrads]) -> list[RowGrads]:
         """Sum to at most two parts: the one that ranks have exchanged, and the one that they have not."""
         sums = []
-        for shared in (True, False):
+        for is_mean in (True, False):
             passes: dict[int, list[RowGrads]] = {}
             for part in parts:
-                if part.shared == shared:
+                if part.is_mean == is_mean:
                     passes.setdefault(part.task, []).append(part)
             # As in torch: first within a backward pass, then over passes.
             merged = [merge_grads(found, self.n_rows) for found in passes.values()]
@@ -79,38 +79,36 @@ class GradAccumulator:
                 sums.append(merge_grads(merged, self.n_rows))
         return sums
 
-    def packed(self) -> RowGrads | None:
-        """Return the sum of all parts, with each row once; rows may hold -1."""
+    def total(self, *, compact: bool = False) -> RowGrads | None:
+        """Return the sum of all parts, with each row once; rows may hold -1.
+
+        With `compact`, the row -1 is left out, which waits for the GPU.
+        """
         with self.lock:
             if len(self.parts) > 1:
                 self.parts = [merge_grads(self._sums(self.parts), self.n_rows)]
+            if self.parts and compact:
+                self.parts = [compacted(self.parts[0])]
             return self.parts[0] if self.parts else None
 
-    def compact(self) -> RowGrads | None:
-        """Return the sum of all parts without the row -1. Waits for the GPU."""
-        with self.lock:
-            packed = self.packed()
-            if packed is not None:
-                self.parts = [compacted(packed)]
-            return self.parts[0] if self.parts else None
+    def total_of_rank(self, *, compact: bool = False) -> RowGrads | None:
+        """Return the sum of the parts that ranks have not exchanged."""
+        own = [part for part in self.parts if not part.is_mean]
+        return GradAccumulator(self.n_rows, own).total(compact=compact)
 
-    def unshared(self) -> GradAccumulator:
-        """Return the parts that ranks have not exchanged."""
-        return GradAccumulator(self.n_rows, [part for part in self.parts if not part.shared])
-
-    def share(self, mean: RowGrads) -> None:
+    def set_mean(self, mean: RowGrads) -> None:
         """Replace the parts that ranks have not exchanged by their mean."""
-        mean.shared = True
-        self.parts = [*(part for part in self.parts if part.shared), mean]
+        mean.is_mean = True
+        self.parts = [*(part for part in self.parts if part.is_mean), mean]
 
 
-def compacted(packed: RowGrads) -> RowGrads:
+def compacted(grads: RowGrads) -> RowGrads:
     """Return gradients without the row -1."""
-    present = packed.rows >= 0
+    present = grads.rows >= 0
     if bool(present.all()):
-        return packed
+        return grads
     # Without the batch, whose weights are those of all rows.
-    return replace(packed, rows=packed.rows[present], grads=packed.grads[present], batch=None)
+    return replace(grads, rows=grads.rows[present], grads=grads.grads[present], batch=None)
 
 
 def merge_grads(parts: list[RowGrads], n_rows: int) -> RowGrads:
@@ -120,7 +118,7 @@ def merge_grads(parts: list[RowGrads], n_rows: int) -> RowGrads:
     rows = torch.cat([part.rows for part in parts])
     grads = torch.cat([part.grads for part in parts])  # in the widest dtype
     found = unique(torch.where(rows == NONE, SENTINEL, rows), n_rows)
-    summed = RowGrads(*segment_sum(grads, found, None), parts[0].task, all(part.shared for part in parts))
+    summed = RowGrads(*segment_sum(grads, found, None), parts[0].task, all(part.is_mean for part in parts))
     is_uniform = len({part.captured for part in parts}) == 1
     summed.captured, summed.batch = parts[0].captured if is_uniform else None, _covering_batch(parts)
     return summed
@@ -185,9 +183,9 @@ class TableGrad(Tensor):
                     "the gradient of a sharded table is that of this rank's rows, and so would be "
                     "its norm: clip by max_norm= of the optimizer, which adds up the squares of all ranks"
                 )
-            packed = grad._table._row_grads(compact=name not in _ELEMENTWISE)
-            found[id(packed.grads)] = grad
-            return packed.grads
+            total = grad._table._row_grads(compact=name not in _ELEMENTWISE).grads
+            found[id(total)] = grad
+            return total
 
         plain_args, plain_kwargs = tree_map_only(TableGrad, values, (args, kwargs))
         call = partial(_check_overflow, func) if name == _CHECK_OVERFLOW else func

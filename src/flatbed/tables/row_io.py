@@ -290,7 +290,7 @@ def exchange_grads(table: Table) -> None:
 
 
 def _exchange_sharded(table: Table, shards: RowShards) -> None:
-    own = table._grads.unshared().packed()  # it may have the row -1, which a route leaves out
+    own = table._grads.total_of_rank()  # it may have the row -1, which a route leaves out
     empty = RowGrads.empty(table._store)
     sent = empty if own is None else RowGrads(own.rows, own.grads.to(empty.grads.dtype))
     route = shards.route(sent.rows)
@@ -305,7 +305,7 @@ def _exchange_sharded(table: Table, shards: RowShards) -> None:
     if max(exchanged.counts) < len(rows):  # several ranks have sent rows: add up repeated ones, in rank order
         n_rows = table._store.config.n_rows
         rows, grads = segment_sum(grads, unique(to_int32_keys(rows, n_rows), n_rows), None)
-    table._grads.share(RowGrads(rows, grads / shards.n_ranks))
+    table._grads.set_mean(RowGrads(rows, grads / shards.n_ranks))
 
 
 def _facts(table: Table) -> dict[str, Any]:
@@ -391,7 +391,7 @@ def compare_given(table: Table, name: str, values: Tensor) -> None:
 def _average_replicas(table: Table) -> None:
     """Average the gradients of replicas, and raise if the replicas differ."""
     store, device = table._store, communication_device(table._store.device)
-    recorded = table._grads.unshared().compact()
+    recorded = table._grads.total_of_rank(compact=True)
     own = recorded or RowGrads.empty(store)
     kind = [table.num_embeddings, store.record.describe(), sorted(table.scalars().items())]
     digest = int.from_bytes(hashlib.sha256(json.dumps(kind).encode()).digest()[:7], "little")
@@ -414,7 +414,7 @@ def _average_replicas(table: Table) -> None:
     ]
     total = merge_grads(parts, table.num_embeddings)  # in the order of ranks, on every rank
     _compare_rows(table, total.rows, device)
-    table._grads.share(RowGrads(total.rows, total.grads / len(sizes)))
+    table._grads.set_mean(RowGrads(total.rows, total.grads / len(sizes)))
 
 
 def _compare_rows(table: Table, rows: Tensor, device: torch.device) -> None:

@@ -179,7 +179,7 @@ class Table(TableParameter):
         """Return all recorded gradients, each row once; without the row -1 if `compact`, which waits."""
         self._raise_bad_ids()
         exchange_grads(self)
-        grads = self._grads.compact() if compact else self._grads.packed()
+        grads = self._grads.total(compact=compact)
         return RowGrads.empty(self._store) if grads is None else grads
 
     def _record_grads(self, rows: Tensor, grads: Tensor, batch: LookupBatch | None = None) -> None:
