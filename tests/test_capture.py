@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -285,23 +285,44 @@ def test_gradients_are_put_back_if_a_capture_fails() -> None:
     assert layer.bias.grad is None
 
 
-def outside_steps(device: str, kind: Any, *, set_to_none: bool | None, captured: bool) -> list[Tensor]:
-    """Losses of a step whose optimizer is called outside of it; None: it keeps gradients at first."""
+class OtherParameter(nn.Parameter):
+    """A kind of its own, as those of FSDP2."""
+
+
+def outside_steps(
+    device: str,
+    kind: Any,
+    drops: Callable[[int], bool],
+    *,
+    captured: bool,
+    fails: int = -1,
+    other_kind: bool = False,
+) -> list[Tensor]:
+    """Losses of a step whose optimizer is called outside of it. `drops`: whether it drops gradients then."""
     torch.manual_seed(0)
     model, generator = nn.Linear(8, 1).to(device), torch.Generator().manual_seed(1)
+    if other_kind:
+        model.weight = OtherParameter(model.weight.detach().clone())
+        model.bias = None  # type: ignore[assignment]
     optimizer = kind(model.parameters(), lr=0.1)
+    losses, failed = list[Tensor](), [False]
 
     def backward(x: Tensor) -> Tensor:
+        if len(losses) == fails and not failed[0]:
+            failed[0] = True
+            raise ZeroDivisionError
         loss = model(x).square().mean()
         loss.backward()
         return loss.detach()
 
     step = flatbed.capture(backward) if captured else backward
-    losses = []
-    for n in range(14):
-        losses.append(step(torch.rand(4, 8, generator=generator).to(device)))
+    for n in range(30):
+        x = torch.rand(4, 8, generator=generator).to(device)
+        for _ in range(2 if n == fails else 1):
+            with suppress(ZeroDivisionError):
+                losses.append(step(x))
         optimizer.step()
-        optimizer.zero_grad(set_to_none=n == 7 if set_to_none is None else set_to_none)
+        optimizer.zero_grad(set_to_none=drops(n))
     return losses
 
 
@@ -311,14 +332,55 @@ def test_a_step_outside_of_the_captured_function(kind: Any, graph_device: str) -
     refused = torch.ones(2).requires_grad_().clone().unbind()[0]  # another tensor of the process
     with torch.no_grad():
         refused._base.add_(1)  # type: ignore[union-attr]
-    with pytest.raises(flatbed.FlatbedError, match=r"leaves gradients of 2 parameters.* Call step\(\)"):
-        outside_steps(graph_device, kind, set_to_none=True, captured=True)
-    for set_to_none in (False, None):
+    drops: Any
+    for drops, options in (
+        (lambda n: True, {}),
+        (lambda n: True, {"fails": 2}),
+        (lambda n: True, {"other_kind": kind is torch.optim.SGD}),
+        (lambda n: n % 3 == 2, {}),
+        (lambda n: n % 4 == 3, {}),
+        (lambda n: n % 7 == 6, {}),
+    ):
+        with pytest.raises(flatbed.FlatbedError, match=r"leaves gradients.* Call step\(\)"):
+            outside_steps(graph_device, kind, drops, captured=True, **options)
+    for drops in (lambda n: False, lambda n: n == 7):
         eager, found = (
-            outside_steps(graph_device, kind, set_to_none=set_to_none, captured=captured)
-            for captured in (False, True)
+            outside_steps(graph_device, kind, drops, captured=captured) for captured in (False, True)
         )
         assert torch.equal(torch.stack(found), torch.stack(eager))
+
+
+def test_gradients_beside_those_of_the_step(graph_device: str) -> None:
+    """As in a GAN, where the generator's step leaves gradients in the discriminator, which drops them."""
+    batches, results = torch.rand(12, 4, 3, generator=torch.Generator().manual_seed(1)), []
+    for captured in (False, True):
+        torch.manual_seed(0)
+        nets = [nn.Linear(3, 3).to(graph_device) for _ in range(2)]
+        optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
+
+        def steps(
+            number: int, nets: Any = nets, optimizers: Any = optimizers, captured: bool = captured
+        ) -> Any:
+            def train(rows: Tensor) -> Tensor:
+                optimizers[number].zero_grad()
+                made = nets[0](rows) if number == 0 else nets[0](rows).detach()
+                loss: Tensor = nets[1](made).square().mean() * (1 - 2 * number) / 4
+                loss.backward()
+                optimizers[number].step()
+                optimizers[number].zero_grad()
+                return loss.detach()
+
+            return flatbed.capture(train) if captured else train
+
+        warns = (
+            pytest.warns(UserWarning, match="leaves gradients of 2 parameters") if captured else nullcontext()
+        )
+        pair = steps(0), steps(1)
+        with warns:
+            losses = [step(x.to(graph_device)) for x in batches for step in pair]
+        assert not captured or all(step._graph is not None for step in pair)
+        results.append(torch.stack(losses))
+    assert torch.equal(*results)
 
 
 def test_a_batch_whose_call_failed_is_no_example() -> None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import (
     keystr,
@@ -43,6 +43,8 @@ from flatbed.tables.table import Table
 
 WARM_UP = 3
 """Calls before the capture: kernels are compiled, and optimizers and tables allocate, in the first ones."""
+MAX_REPEATED = 20
+"""How often the last of these calls is repeated if no optimizer steps in it."""
 
 
 def capture(
@@ -51,8 +53,8 @@ def capture(
     """Return a function that runs `train_step` as one CUDA graph, with the same results.
 
     - `train_step`: a function of one batch that looks up, computes the loss, calls `backward()`, the
-      optimizer's `step()` and `zero_grad()`, and returns tensors, for example the loss. Gradients for an
-      optimizer outside of it raise if that optimizer's `zero_grad()` drops them. It must not read
+      optimizer's `step()` and `zero_grad()`, and returns tensors, for example the loss. It raises if no
+      optimizer steps in it, and code outside drops the gradients that it leaves. It must not read
       values of GPU tensors (`.item()`, `print`), and it runs on one stream. Python code in it runs during
       the first calls only: call learning rate schedulers outside of it.
     - `example_batch`: a batch (nested dicts, lists and tuples of tensors or arrays) with the shapes and
@@ -138,6 +140,8 @@ class CapturedStep:
         """What these tables and optimizers were at the start of the last warm-up: the function says."""
         self._left = OtherGrads()
         """Gradients that the last warm-up left for optimizers outside of it."""
+        self._n_repeated = self._n_dropped = 0
+        """How often the last warm-up was repeated, and gradients outside of the step were dropped."""
         self._graph: StepGraph | None = None
         self._warned: set[str] = set()
 
@@ -186,10 +190,19 @@ class CapturedStep:
         if self._n_calls <= WARM_UP:
             self._built_from = built_from
             before = all_leaves() if self._n_calls == WARM_UP else []
-            result = self._run_in_side_stream(leaves)
+            try:
+                result = self._run_in_side_stream(leaves)
+            except BaseException:
+                self._n_calls -= 1  # the next call is this one
+                raise
             self._left = OtherGrads.since(before, self._optimizers)
+            if self._left.n_made and not self._optimizers and self._n_repeated < MAX_REPEATED:
+                self._n_repeated += 1  # perhaps a GradScaler has skipped the optimizer's step
+                self._n_calls -= 1
             return result
-        is_current = self._built_from == built_from and self._left.are_kept()
+        is_current = self._built_from == built_from
+        if is_current and not self._left.are_kept():
+            is_current, self._n_dropped = False, self._n_dropped + 1
         graph = self._graph if is_current else None
         if graph is not None and graph.hyperparameters != _hyperparameters(graph.optimizers):
             self._warn_once(
@@ -199,8 +212,20 @@ class CapturedStep:
             )
             self._graph, self._n_calls = None, WARM_UP  # optimizers need a step before each capture
             return self._run_in_side_stream(leaves)
+        if not self._optimizers and (self._left.n_made or self._n_dropped > 1):
+            raise FlatbedError(
+                "train_step leaves gradients, and no optimizer in it uses them: a CUDA graph would write "
+                "them to memory that zero_grad() outside of it drops. Call step() and zero_grad() of their "
+                "optimizer in train_step, or zero_grad(set_to_none=False) outside"
+            )
         if graph is None and is_current:
-            self._left.check()
+            if self._left.n_made:
+                self._warn_once(
+                    "gradients",
+                    f"the training step leaves gradients of {self._left.n_made} parameters that no "
+                    "optimizer in it updates. In a CUDA graph, an optimizer outside of it does not get them "
+                    "after a zero_grad(): step and zero them in train_step, or freeze these parameters",
+                )
             graph = self._graph = self._capture(leaves)
         if graph is None or not prepare_replay(graph.lookups, leaves):
             del graph  # and its memory
@@ -356,18 +381,20 @@ class Leaf(NamedTuple):
 
 
 def all_leaves() -> list[Leaf]:
-    """Return all tensors of the process that may get a gradient.
+    """Return all tensors of the process that may get a gradient, apart from tables.
 
-    The step does not say which parameters it uses, so all living objects are searched.
+    The step does not say which parameters it uses, so all living objects are searched, except for those that
+    `gc.freeze` hides.
     """
     found: list[Leaf] = []
-    for one in gc.get_objects():
-        kind = type(one)
-        if kind is Tensor or kind is nn.Parameter:
-            with suppress(RuntimeError):  # of views whose base was changed in a way that torch refuses
-                if one.requires_grad and one.is_leaf:
-                    grad = one.grad
-                    found.append(Leaf(one, None, -1) if grad is None else _leaf(one, grad))
+    with torch._C.DisableTorchFunctionSubclass():
+        for one in gc.get_objects():
+            kind = type(one)
+            if issubclass(kind, Tensor) and not issubclass(kind, Table):
+                with suppress(RuntimeError):  # of views whose base was changed in a way that torch refuses
+                    if one.requires_grad and one.is_leaf:
+                        grad = _GRAD.__get__(one)
+                        found.append(Leaf(one, None, -1) if grad is None else _leaf(one, grad))
     return found
 
 
@@ -393,7 +420,7 @@ class OtherGrads:
         """Compare with `all_leaves` before a step of these optimizers."""
         own, left = {id(p) for p in params_of(optimizers)}, cls()
         for leaf in before:
-            grad = leaf.param.grad
+            grad = _GRAD.__get__(leaf.param)
             if id(leaf.param) in own or grad is None:
                 continue
             if leaf.grad is None:
@@ -404,18 +431,8 @@ class OtherGrads:
 
     def are_kept(self) -> bool:
         """Return False if code outside of the step has dropped or replaced a gradient."""
-        grads = ((leaf.param.grad, leaf.grad) for leaf in self.added_to)
+        grads = ((_GRAD.__get__(leaf.param), leaf.grad) for leaf in self.added_to)
         return all(grad is not None and ref is not None and grad is ref() for grad, ref in grads)
-
-    def check(self) -> None:
-        """Raise if code outside of the step drops the gradients before each step."""
-        if self.n_made:
-            raise FlatbedError(
-                f"train_step leaves gradients of {self.n_made} parameters, and no optimizer in it uses them: "
-                "a CUDA graph would write them to memory that zero_grad() outside of it drops. Call step() "
-                "and zero_grad() of their optimizer in train_step, or zero_grad(set_to_none=False) outside; "
-                "freeze parameters that are not trained"
-            )
 
 
 class _Same:

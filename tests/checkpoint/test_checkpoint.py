@@ -614,25 +614,47 @@ def test_a_save_after_an_interrupted_step(storage: str, tmp_path: Path) -> None:
         counts = [table.table.scalars()["step"] for table in (first, second)]
         return {*counts, float(optimizer.state[last.weight]["step"])}
 
+    class Scheduler:
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+        def load_state_dict(self, state: Any) -> None:
+            raise ZeroDivisionError
+
     train()
     n_torn = n_whole = 0
     for number in count(1, 9):
-        save_checkpoint(tmp_path / "run", model, optimizer)
+        save_checkpoint(tmp_path / "run", model, optimizer, scheduler=Scheduler())
         if not interrupted(train, number):
             break
         try:
-            save_checkpoint(tmp_path / "run", model, optimizer)
+            save_checkpoint(tmp_path / "run", model, optimizer, scheduler=Scheduler())
             n_whole += 1
+            assert len(steps()) == 1
         except FlatbedError as error:
             assert "interrupted" in str(error)  # noqa: PT017
             n_torn += 1
-        else:
-            assert len(steps()) == 1
-        load_checkpoint(tmp_path / "run", model, optimizer)
+            with pytest.raises(FlatbedError, match="ZeroDivisionError"):  # puts back what it had
+                load_checkpoint(tmp_path / "run", model, optimizer, scheduler=Scheduler())
+            with pytest.raises(FlatbedError, match="interrupted"):
+                save_checkpoint(tmp_path / "run", model, optimizer)
+        with pytest.warns(UserWarning, match="scheduler"):
+            load_checkpoint(tmp_path / "run", model, optimizer)
         assert len(steps()) == 1
         train()
     assert n_torn > 1
     assert n_whole > 1
+
+
+def test_a_step_that_is_refused_changes_nothing(tmp_path: Path) -> None:
+    model = nn.Embedding(5, 2, sparse=True)
+    optimizer = flatbed.optim.Adam(model)
+    model(torch.tensor([1])).sum().backward()
+    with pytest.raises(FlatbedError, match="sparse"):
+        optimizer.step()
+    optimizer.zero_grad()
+    save_checkpoint(tmp_path, model, optimizer)
+    load_checkpoint(tmp_path, model, optimizer)
 
 
 def test_a_save_inside_of_a_save_raises(tmp_path: Path) -> None:
@@ -664,7 +686,8 @@ def test_replacing_a_checkpoint_of_another_process_warns(
         with nullcontext() if is_known else pytest.warns(UserWarning, match="v0000002-.* neither loaded nor"):
             save_checkpoint(tmp_path, model)
     monkeypatch.setattr(folders, "known_tokens", set[str]())
-    save_checkpoint(tmp_path, model, keep=2)  # the other one stays
+    with pytest.warns(UserWarning, match="neither loaded nor"):  # later saves remove it
+        save_checkpoint(tmp_path, model, keep=2)
 
 
 def test_parameters_in_another_order(tmp_path: Path) -> None:
@@ -678,6 +701,22 @@ def test_parameters_in_another_order(tmp_path: Path) -> None:
     load_checkpoint(tmp_path, model, adam("ab"))
     with pytest.raises(FlatbedError, match=r"the model's parameters .*a\.weight.* Adam has .*b\.weight"):
         load_checkpoint(tmp_path, model, adam("ba"))
+
+
+def test_parameters_by_the_names_of_state_dicts(tmp_path: Path) -> None:
+    """Wrappers that these do not show, and another order of modules with one parameter, change nothing."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    def built(names: str) -> nn.ModuleDict:
+        model = nn.ModuleDict({name: nn.Linear(3, 3, bias=False) for name in names})
+        model["a"].weight = model["b"].weight
+        return model
+
+    plain, other = built("ab"), built("ba")
+    wrapped = nn.ModuleDict({name: checkpoint_wrapper(module) for name, module in built("ab").items()})
+    save_checkpoint(tmp_path, plain, torch.optim.Adam(plain.parameters()))
+    for model in (other, wrapped):
+        load_checkpoint(tmp_path, model, torch.optim.Adam(model.parameters()))
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

@@ -239,6 +239,29 @@ def test_two_loops_over_one_table(kernel_device: str, monkeypatch: pytest.Monkey
     assert not cache_of(emb)._live
 
 
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("n_slots", [100, 600, 1000])
+def test_windows_beside_a_loop_that_waits(n_slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There are few of them, since each has its own graphs. Rows of the loop that waits stay if they fit."""
+    emb, windows, decide = made(1000, n_slots), list[int](), decision_graphs.cache.decide
+
+    def note(index: Any, keys: Tensor, window: int, **options: Any) -> Any:
+        windows.append(window)
+        return decide(index, keys, window, **options)
+
+    monkeypatch.setattr(decision_graphs.cache, "decide", note)
+    chance = torch.Generator().manual_seed(0)
+    batches = [torch.randint(1000, (8,), generator=chance) for _ in range(60)]
+    waits = iter(flatbed.Prefetcher(batches[:5], {emb: lambda ids: ids}))
+    held = next(waits)
+    batch = emb.table._prefetched[0]
+    for ids in flatbed.Prefetcher(batches, {emb: lambda ids: ids}):
+        emb(ids)
+    assert len(set(windows)) <= (1 if n_slots == 1000 else 6)
+    assert cache_of(emb).protects(batch) == (n_slots > 100)
+    emb(held)
+
+
 def decided(policy: str) -> tuple[list[Tensor], Any]:
     """Prefetch batches of several sizes into a cache with room for all rows. Returns results and cache."""
     cache, chance = cache_of(made(1000, 900, policy, device="cuda")), torch.Generator().manual_seed(0)

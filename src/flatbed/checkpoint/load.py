@@ -43,6 +43,7 @@ from flatbed.checkpoint.state import (
 from flatbed.distributed.dense_shards import Sharding, local_of
 from flatbed.distributed.ranks import Lockstep, rank, world_size
 from flatbed.errors import FlatbedError
+from flatbed.optim.optimizer import Optimizer as FlatbedOptimizer
 from flatbed.tables import saving
 from flatbed.tables.files import as_path
 from flatbed.tables.table import Table
@@ -146,6 +147,8 @@ def load_checkpoint(
         model.zero_grad()  # there may be gradients of a step that Control-C has ended
         for one in training.optimizers:
             one.zero_grad()
+            if isinstance(one, FlatbedOptimizer):
+                one._has_partial_step = False
         for table in training.tables.values():
             table._store.mark_loaded()
         known_tokens.add(manifest["token"])

@@ -127,10 +127,10 @@ def save_checkpoint(
     version: after this save, older checkpoints cannot be loaded. So `keep` must be 1, and a warning names
     another folder that can no longer be loaded.
 
-    After a step that Control-C or an error has interrupted, this raises: load the last checkpoint. It raises
-    inside of a step or of another save, too, where a signal handler may call it: set a flag there, and save
-    after `step()`. A warning says if the checkpoint that is replaced was neither loaded nor saved by this
-    process.
+    Right after a step of flatbed's optimizers that Control-C or an error has interrupted, this raises: load
+    the last checkpoint. It raises inside of a step or of another save, too, where a signal handler may call
+    it: set a flag there, and save after `step()`. A warning names a checkpoint in the folder that this
+    process has neither loaded nor saved.
 
     Saves of several processes to one folder wait for each other. With torch.distributed, all ranks call this,
     with a folder that all of them see. The first rank writes all files but those of tables with
@@ -171,7 +171,7 @@ def save_checkpoint(
         with ExitStack() as held, folders.open_lock(folder) if lockstep.first else nullcontext() as file:
             if file is not None:
                 _lock(file)
-                _warn_of_another_run(folder, keep)
+                _warn_of_another_run(folder)
                 version = folders.make_version(folder, token)
                 lockstep.undo = partial(_undo, version)
             lockstep.meet()
@@ -225,15 +225,15 @@ def _lock(file: Any) -> None:
     lock(file)
 
 
-def _warn_of_another_run(folder: Path, keep: int) -> None:
-    """Warn if the folder's checkpoint, which this process does not know, will be replaced."""
-    if keep == 1 and (folder / CURRENT).exists():
+def _warn_of_another_run(folder: Path) -> None:
+    """Warn if this process does not know the folder's checkpoint: this save, or a later one, removes it."""
+    if (folder / CURRENT).exists():
         token, (version, *_) = folders.read_current(folder)
         if token not in folders.known_tokens:
             warnings.warn(
                 f"this save replaces the checkpoint {folder / version}, which this process has neither "
                 "loaded nor saved. To go on with a run, call flatbed.load_checkpoint first; to keep both, "
-                "save to another folder, or pass keep=2",
+                "save to another folder",
                 stacklevel=3,
             )
 

@@ -22,7 +22,7 @@ from flatbed.errors import FlatbedError
 from flatbed.flat.buffer import FlatParameter
 from flatbed.kernels.step import StepOptions
 from flatbed.optim.optimizer import Optimizer as FlatbedOptimizer
-from flatbed.tables.embedding import DenseStateDict
+from flatbed.tables.embedding import DenseStateDict, named_tables
 from flatbed.tables.tensor_file import RESERVED
 
 MARK = "$"  # first character of JSON keys that encode a type
@@ -181,8 +181,14 @@ def shapes_of(optimizer: Optimizer) -> list[list[Any]]:
 
 
 def names_of(optimizer: Optimizer, model: nn.Module) -> list[list[str]]:
-    """Return the model's names of parameters by group; empty ones for parameters that are not the model's."""
-    names = {id(param): name for name, param in model.named_parameters()}
+    """Return the names that the model's state dict has for parameters, by group; "" for other parameters.
+
+    Of the names of a tied parameter, the first in the alphabet.
+    """
+    state = model.state_dict(destination=DenseStateDict(), keep_vars=True)
+    names: dict[int, str] = {id(table): name for name, table in named_tables(model)}
+    for name in sorted(state):
+        names.setdefault(id(state[name]), name)
     return [[names.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups]
 
 
@@ -192,7 +198,7 @@ def check_same(
     """Raise unless state was saved from the same parameters in the same groups."""
     compared: list[tuple[str, Any, Any]] = [
         ("parameters of the shapes", about["shapes"], shapes_of(optimizer)),
-        ("the model's parameters", about["names"], names),
+        ("the model's parameters", about.get("names", names), names),
     ]
     groups = zip(state["param_groups"], optimizer.param_groups, strict=False)  # others differ in shapes
     for number, (saved, own) in enumerate(groups):

@@ -368,13 +368,11 @@ class Optimizer(torch.optim.Optimizer):
                 plan = self._current_plan()
                 # Errors here keep the plan: a CUDA graph can be captured next, without another eager step.
                 table_steppers = self._tables.prepare_step(self) if self._tables.owned else []
-                self._has_partial_step = True
                 try:
                     update_all(self, plan, table_steppers)
                 except BaseException:
                     self._drop_plan()  # uploads may not have been issued
                     raise
-                self._has_partial_step = False
             return loss
         except BaseException as error:
             if self._peers is not None:  # other ranks may wait for the norm or for rows of this one

@@ -398,6 +398,7 @@ def update_all(optimizer: Optimizer, plan: Plan, table_steppers: list[TableStepp
         stats = optimizer._stats.of("params", [squares.device])[squares.device]
         here = None if scaling is None else scaling.to(squares.device)
         begin_step(options, here, squares.sum().sqrt().float(), stats)
+    optimizer._has_partial_step = True
     for stepper in steppers:
         of_all = None if squares is None else squares.to(stepper.device)
         stepper.update(options, None if scaling is None else scaling.to(stepper.device), of_all)
@@ -405,6 +406,7 @@ def update_all(optimizer: Optimizer, plan: Plan, table_steppers: list[TableStepp
         optimizer._stats.count_without_params(table_steppers[0].step_stats)
     if plan.pieces:
         exchange_pieces(plan.pieces, optimizer._peers)
+    optimizer._has_partial_step = False
     if owners:
         torch.autograd.graph.increment_version(plan.counters if owners is plan.owners else owners)
     if plan.masters.slots:

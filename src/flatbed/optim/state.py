@@ -326,7 +326,6 @@ def load_state_dict(optimizer: Optimizer, state_dict: StateDict, *, with_tables:
         _load_table_state(optimizer._rule, owned, of_tables[key])
         optimizer._tables.publish(optimizer, owned)
     optimizer._drop_plan()  # what the checkpoint lacks is made at the next step
-    optimizer._has_partial_step = False
     rounds: Any = state_dict.get(ROUNDS, groups[0].get(ROUNDS, 0))
     optimizer._stats.set_steps(int(rounds))
     for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():

@@ -258,7 +258,7 @@ class TableModule(nn.Module):
             raise ValueError(
                 f"embeddings must be (num_embeddings, embedding_dim); found {tuple(weights.shape)}"
             )
-        resumes = bool(options.get("resume"))
+        resumes = options.get("resume") is True
         if options.get("path") is not None:
             options["resume"] = resumes
         options = {"dtype": weights.dtype, "device": weights.device, **options}
@@ -425,7 +425,8 @@ class EmbeddingBag(TableModule, torch_embedding_bag):  # type: ignore[misc]
         device = table._store.device
         if offsets is not None:
             offsets = as_ids(offsets, name="offsets")
-            if offsets.device.type == "cpu" and bool((offsets[1:] < offsets[:-1]).any()):
+            on_host = offsets.device.type == "cpu" and offsets.dim() == 1
+            if on_host and bool((offsets[1:] < offsets[:-1]).any()):
                 raise ValueError(f"offsets must not decrease; found {offsets.tolist()[:20]}")
             offsets = offsets.to(device)
             if self.include_last_offset and not offsets.numel() and not batch.keys.numel():

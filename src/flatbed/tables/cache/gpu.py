@@ -3,8 +3,9 @@
 Every kernel that reads or writes a row reads the index first, and finds the row in its slot or in storage. So
 the only hazard is an admission that moves a row while work in another stream uses it.
 
-**Invariant.** An admission evicts no rows of the batch in use, nor of prefetched ones after it. It waits for
-all training work before the batch in use. So a step and the admissions of later batches run at the same time.
+**Invariant.** As long as their ids fit into the cache together, an admission evicts no rows of the batch in
+use, nor of prefetched ones after it. It waits for all training work before the batch in use. So a step and
+the admissions of later batches run at the same time.
 
 **Example.** A loop with a depth of 2, and one lookup per batch. The `next` that hands out batch 5
 
@@ -139,7 +140,10 @@ class GpuCache(Cache):
         n = ids.numel()
         if not self._has_room(n, window):
             return None
-        window = max(window, self._window_over_live(n))
+        over_live = self._window_over_live(n)
+        if over_live > window:  # rounded up if possible: each window has graphs of its own
+            rounded = 1 << (over_live - 1).bit_length()
+            window = rounded if self._has_room(n, rounded) else over_live
         # Before the streams are awaited: a graph is free after its last loop has called `prefetch_after`.
         graph = self._graphs.find(n, window, captures=True)
         for streams in (self._streams_to_await, self._streams_of_left_loops):
@@ -162,7 +166,8 @@ class GpuCache(Cache):
         return decided.keys, decided.found, number
 
     def end_prefetch(self, batch: LookupBatch) -> None:
-        self._live.discard(batch.admission)
+        if batch.keys.numel():  # otherwise the number is that of the admission before
+            self._live.discard(batch.admission)
 
     def issue_moves(self) -> None:
         """Move the records of prefetches in the stream "moves", which is ordered after "decisions"."""
@@ -188,7 +193,15 @@ class GpuCache(Cache):
     def _window_over_live(self, n: int) -> int:
         """Return the window for n ids that keeps as many live prefetches as fit, the latest first."""
         windows = [self._n_admissions + 1 - number for number in [*self._live]]
-        return max((one for one in windows if self._has_room(n, one)), default=0)
+        if self.index.direct or not windows:
+            return 0
+        most, n_kept = 0, n  # the largest window with room
+        for size in islice(reversed(self._n_ids), max(windows)):
+            n_kept += size
+            if n_kept > self.n_slots:
+                break
+            most += 1
+        return max((window for window in windows if window <= most), default=0)
 
     def _begin_admission(self, n: int, window: int) -> int:
         """Count an admission of n ids, unless there are none. Returns the oldest that is protected after it.
@@ -199,7 +212,9 @@ class GpuCache(Cache):
             return self._oldest_protected
         before, number = self._oldest_protected, self._n_admissions + 1
         self._n_admissions, self._oldest_protected = number, number + 1
-        return max(before, number - window) if self.index.direct or n <= self.n_slots else number + 1
+        if self.index.direct:  # no admission evicts rows
+            return before
+        return max(before, number - window) if n <= self.n_slots else number + 1
 
     def _end_admission(self, n: int, oldest_protected: int) -> int:
         """Return the number of the admission."""
