@@ -296,6 +296,7 @@ def outside_steps(
     *,
     captured: bool,
     fails: int = -1,
+    replaces: int = -1,
     other_kind: bool = False,
 ) -> list[Tensor]:
     """Losses of a step whose optimizer is called outside of it. `drops`: whether it drops gradients then."""
@@ -323,6 +324,9 @@ def outside_steps(
                 losses.append(step(x))
         optimizer.step()
         optimizer.zero_grad(set_to_none=drops(n))
+        if n == replaces:
+            for p in model.parameters():
+                p.grad = torch.ones_like(p)
     return losses
 
 
@@ -343,9 +347,10 @@ def test_a_step_outside_of_the_captured_function(kind: Any, graph_device: str) -
     ):
         with pytest.raises(flatbed.FlatbedError, match=r"leaves gradients.* Call step\(\)"):
             outside_steps(graph_device, kind, drops, captured=True, **options)
-    for drops in (lambda n: False, lambda n: n == 7):
+    for drops, options in ((lambda n: False, {}), (lambda n: n == 7, {}), (lambda n: False, {"replaces": 7})):
         eager, found = (
-            outside_steps(graph_device, kind, drops, captured=captured) for captured in (False, True)
+            outside_steps(graph_device, kind, drops, captured=captured, **options)
+            for captured in (False, True)
         )
         assert torch.equal(torch.stack(found), torch.stack(eager))
 

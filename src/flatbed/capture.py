@@ -8,7 +8,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -43,8 +43,8 @@ from flatbed.tables.table import Table
 
 WARM_UP = 3
 """Calls before the capture: kernels are compiled, and optimizers and tables allocate, in the first ones."""
-MAX_REPEATED = 20
-"""How often the last of these calls is repeated if no optimizer steps in it."""
+MAX_DROPPED = 3
+"""How often gradients may be dropped that no optimizer in a step uses: a GradScaler may have skipped it."""
 
 
 def capture(
@@ -131,17 +131,18 @@ class CapturedStep:
         self._structure: Any = None
         self._kinds: list[tuple[torch.Size, torch.dtype]] = []
         self._inputs: list[Tensor] = []
-        self._n_calls = 0
+        self._n_warm_ups = 0
+        """Calls so far that ran as they are. They begin again after a change that a graph cannot follow."""
         self._noted: list[NotedLookup] = []
         """Lookups of the last warm-up. If one is not of a prefetched leaf, the graph admits all rows."""
         self._optimizers: list[torch.optim.Optimizer] = []
         """Those whose steps ran in the last warm-up."""
+        self._outside: list[Tensor] = []
+        """Parameters in which the second warm-up left gradients that no optimizer in it uses."""
         self._built_from: list[Any] = []
-        """What these tables and optimizers were at the start of the last warm-up: the function says."""
-        self._left = OtherGrads()
-        """Gradients that the last warm-up left for optimizers outside of it."""
-        self._n_repeated = self._n_dropped = 0
-        """How often the last warm-up was repeated, and gradients outside of the step were dropped."""
+        """The fingerprint of all these at the start of the last call."""
+        self._n_dropped = 0
+        """How often code outside has dropped such gradients, if no optimizer steps in the function."""
         self._graph: StepGraph | None = None
         self._warned: set[str] = set()
 
@@ -160,7 +161,7 @@ class CapturedStep:
         if self._has_graph:
             self._inputs = [torch.empty_like(tensor, device=device) for tensor in tensors]
         self._kinds = [(tensor.shape, tensor.dtype) for tensor in tensors]
-        self._n_calls = 0
+        self._n_warm_ups = 0
         self._structure = structure  # last: the example fits
 
     def __call__(self, batch: Any) -> Any:
@@ -185,24 +186,20 @@ class CapturedStep:
             return self._run_without_graph(leaves, structure)
         for static, leaf in zip(self._inputs, leaves, strict=True):
             static.copy_(leaf, non_blocking=True)
-        self._n_calls += 1
-        built_from = _built_from(self._noted, self._optimizers)
-        if self._n_calls <= WARM_UP:
-            self._built_from = built_from
-            before = all_leaves() if self._n_calls == WARM_UP else []
-            try:
-                result = self._run_in_side_stream(leaves)
-            except BaseException:
-                self._n_calls -= 1  # the next call is this one
-                raise
-            self._left = OtherGrads.since(before, self._optimizers)
-            if self._left.n_made and not self._optimizers and self._n_repeated < MAX_REPEATED:
-                self._n_repeated += 1  # perhaps a GradScaler has skipped the optimizer's step
-                self._n_calls -= 1
-            return result
-        is_current = self._built_from == built_from
-        if is_current and not self._left.are_kept():
+        before = self._built_from
+        self._built_from = _fingerprint(self._noted, self._optimizers, self._outside)
+        if self._n_warm_ups < WARM_UP:
+            return self._warm_up(leaves)
+        is_current = before == self._built_from
+        n_dropped = sum(_GRAD.__get__(p) is None for p in self._outside)
+        if n_dropped and not self._optimizers:
             is_current, self._n_dropped = False, self._n_dropped + 1
+            if self._n_dropped > MAX_DROPPED:
+                raise FlatbedError(
+                    "train_step leaves gradients, and no optimizer in it uses them: a CUDA graph would "
+                    "write them to memory that zero_grad() outside of it drops. Call step() and zero_grad() "
+                    "of their optimizer in train_step, or zero_grad(set_to_none=False) outside"
+                )
         graph = self._graph if is_current else None
         if graph is not None and graph.hyperparameters != _hyperparameters(graph.optimizers):
             self._warn_once(
@@ -210,31 +207,35 @@ class CapturedStep:
                 "hyperparameters of an optimizer have changed: the training step is captured again. Give a "
                 "learning rate that a scheduler changes as a tensor on the GPU",
             )
-            self._graph, self._n_calls = None, WARM_UP  # optimizers need a step before each capture
-            return self._run_in_side_stream(leaves)
-        if not self._optimizers and (self._left.n_made or self._n_dropped > 1):
-            raise FlatbedError(
-                "train_step leaves gradients, and no optimizer in it uses them: a CUDA graph would write "
-                "them to memory that zero_grad() outside of it drops. Call step() and zero_grad() of their "
-                "optimizer in train_step, or zero_grad(set_to_none=False) outside"
-            )
+            self._graph = None
+            return self._run_in_side_stream(leaves)  # optimizers need a step before each capture
         if graph is None and is_current:
-            if self._left.n_made:
+            if n_dropped:
                 self._warn_once(
                     "gradients",
-                    f"the training step leaves gradients of {self._left.n_made} parameters that no "
+                    f"the training step leaves gradients of {n_dropped} parameters that no "
                     "optimizer in it updates. In a CUDA graph, an optimizer outside of it does not get them "
                     "after a zero_grad(): step and zero them in train_step, or freeze these parameters",
                 )
             graph = self._graph = self._capture(leaves)
         if graph is None or not prepare_replay(graph.lookups, leaves):
             del graph  # and its memory
-            self._graph, self._n_calls = None, 1  # the first call of a new warm-up
-            return self._run_in_side_stream(leaves)
+            self._graph, self._n_warm_ups = None, 0
+            return self._warm_up(leaves)
         graph.graph.replay()
         result = tree_map_only(Tensor, Tensor.clone, graph.outputs)
         if graph.checks:
             self._check_ids(graph)
+        return result
+
+    def _warm_up(self, leaves: list[Tensor]) -> Any:
+        """Run a step as it is, and note what a graph of it would depend on."""
+        before = all_leaves() if self._n_warm_ups == 1 else None
+        result = self._run_in_side_stream(leaves)
+        own = {id(p) for p in params_of(self._optimizers)}
+        outside = self._outside if before is None else changed_params(before)
+        self._outside = [p for p in outside if id(p) not in own]
+        self._n_warm_ups += 1
         return result
 
     def _run_without_graph(self, leaves: list[Tensor], structure: Any) -> Any:
@@ -402,37 +403,14 @@ def _leaf(param: Tensor, grad: Tensor) -> Leaf:
     return Leaf(param, TensorWeakRef(grad), grad._version)  # type: ignore[no-untyped-call,unused-ignore]
 
 
-@dataclass(slots=True)
-class OtherGrads:
-    """Gradients that a step computes, and that no optimizer in it uses.
-
-    A graph writes them to the same memory at every replay. An optimizer outside of it can use them only if it
-    does not drop them.
-    """
-
-    n_made: int = 0
-    """Parameters that had no gradient before the step."""
-    added_to: list[Leaf] = field(default_factory=list)
-    """Parameters with gradients that the step added to."""
-
-    @classmethod
-    def since(cls, before: list[Leaf], optimizers: list[torch.optim.Optimizer]) -> OtherGrads:
-        """Compare with `all_leaves` before a step of these optimizers."""
-        own, left = {id(p) for p in params_of(optimizers)}, cls()
-        for leaf in before:
-            grad = _GRAD.__get__(leaf.param)
-            if id(leaf.param) in own or grad is None:
-                continue
-            if leaf.grad is None:
-                left.n_made += 1
-            elif leaf.grad() is grad and leaf.version != grad._version:
-                left.added_to.append(leaf)
-        return left
-
-    def are_kept(self) -> bool:
-        """Return False if code outside of the step has dropped or replaced a gradient."""
-        grads = ((_GRAD.__get__(leaf.param), leaf.grad) for leaf in self.added_to)
-        return all(grad is not None and ref is not None and grad is ref() for grad, ref in grads)
+def changed_params(before: list[Leaf]) -> list[Tensor]:
+    """Return the parameters whose gradients were made or added to since `all_leaves` returned `before`."""
+    found = []
+    for param, ref, version in before:
+        grad = _GRAD.__get__(param)
+        if grad is not None and (ref is None or (ref() is grad and version != grad._version)):
+            found.append(param)
+    return found
 
 
 class _Same:
@@ -447,11 +425,14 @@ class _Same:
     __hash__ = None  # type: ignore[assignment]
 
 
-def _built_from(noted: list[NotedLookup], optimizers: list[torch.optim.Optimizer]) -> list[Any]:
+def _fingerprint(
+    noted: list[NotedLookup], optimizers: list[torch.optim.Optimizer], outside: list[Tensor]
+) -> list[Any]:
     """Return what a graph cannot follow: memory that is replaced, parameters that are frozen or added, and
     gradients from outside of the step.
 
-    An optimizer that loads a state dict has another `state` then.
+    An optimizer that loads a state dict has another `state` then. A graph adds to the gradients of parameters
+    `outside` of its optimizers where they are.
     """
     found: list[Any] = []
     for table, _ in noted:
@@ -463,6 +444,9 @@ def _built_from(noted: list[NotedLookup], optimizers: list[torch.optim.Optimizer
     with torch._C.DisableTorchFunctionSubclass():
         for p in params_of(optimizers):
             found += [p.requires_grad, local_of(p).data_ptr(), _GRAD.__get__(p) is None]
+        for grad in map(_GRAD.__get__, outside):
+            is_dense = grad is not None and grad.layout == torch.strided
+            found += [grad is None, local_of(grad).data_ptr() if is_dense else 0]
     return found
 
 
