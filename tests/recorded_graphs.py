@@ -120,7 +120,6 @@ class RecordedStep(CapturedStep):
     def begin(self, example_batch: Any) -> None:
         super().begin(example_batch)
         self._inputs = [torch.empty(*kind[:1], dtype=kind[1]) for kind in self._kinds]
-        self._has_graph = True
 
 
 @pytest.fixture(params=["recorded", pytest.param("cuda", marks=pytest.mark.gpu)])

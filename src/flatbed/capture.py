@@ -124,13 +124,12 @@ class CapturedStep:
     def __init__(self, train_step: Callable[[Any], Any], device: torch.device | None) -> None:
         self._train_step = train_step
         self._wanted_device, self._device = device, torch.device("cpu")
-        self._has_graph = False
-        """True on a GPU."""
         self._names: list[str] = []
         """Of the leaves of the example."""
         self._structure: Any = None
         self._kinds: list[tuple[torch.Size, torch.dtype]] = []
         self._inputs: list[Tensor] = []
+        """Memory of the graph; none on a CPU, where there is no graph."""
         self._n_warm_ups = 0
         """Calls so far that ran as they are. They begin again after a change that a graph cannot follow."""
         self._noted: list[NotedLookup] = []
@@ -157,9 +156,8 @@ class CapturedStep:
         if self._wanted_device is None and len(devices) > 1:
             raise ValueError(f"a batch is on several GPUs: {', '.join(sorted(map(str, devices)))}")
         self._device = device = self._wanted_device or next(iter(devices), torch.device("cpu"))
-        self._has_graph = device.type == "cuda"
-        if self._has_graph:
-            self._inputs = [torch.empty_like(tensor, device=device) for tensor in tensors]
+        held = tensors if device.type == "cuda" else []
+        self._inputs = [torch.empty_like(tensor, device=device) for tensor in held]
         self._kinds = [(tensor.shape, tensor.dtype) for tensor in tensors]
         self._n_warm_ups = 0
         self._structure = structure  # last: the example fits
@@ -182,7 +180,7 @@ class CapturedStep:
         is_known = structure == self._structure and self._kinds == kinds
         if not is_known:
             self._warn_once("batch", self._describe(kinds, structure))
-        if not is_known or not self._has_graph:
+        if not is_known or not self._inputs:
             return self._run_without_graph(leaves, structure)
         for static, leaf in zip(self._inputs, leaves, strict=True):
             static.copy_(leaf, non_blocking=True)
@@ -244,7 +242,7 @@ class CapturedStep:
         with capture_context([], []) as context:
             result = self._train_step(batch)
         devices = {table._store.device for table, _ in context.noted}
-        if not self._has_graph and (gpu := next((one for one in devices if one.type == "cuda"), None)):
+        if not self._inputs and (gpu := next((one for one in devices if one.type == "cuda"), None)):
             self._warn_once(
                 "device",
                 "no batch is on a GPU, and the training step looks up tables there: it runs without a CUDA "
@@ -332,7 +330,7 @@ class CapturedStep:
             found = f"{name} is {new[1]} of shape {tuple(new[0])}"
             found += f", and that of the example batch is {old[1]} of shape {tuple(old[0])}"
             remedy = ". DataLoader(drop_last=True) leaves out a short last batch" if new[1] == old[1] else ""
-        effect = ": it runs without the CUDA graph, with the same result" if self._has_graph else ""
+        effect = ": it runs without the CUDA graph, with the same result" if self._inputs else ""
         return f"{found}{effect}{remedy}"
 
     def _warn_once(self, about: str, message: str, *, stacklevel: int = 4) -> None:
