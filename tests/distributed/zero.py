@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import flatbed
-from flatbed.distributed import dense_shards
+from flatbed.distributed import state_shards
 from tests.distributed.fsdp import full
 from tests.distributed.processes import assert_equal_on_all_ranks, assert_raises, main
 from tests.optim.optimizers import CASES
@@ -80,7 +80,7 @@ def every_optimizer_is_that_of_whole_state(_: Path) -> None:
 
 
 def options_are_those_of_whole_state(_: Path) -> None:
-    dense_shards.PIECE_BYTES = 256  # several exchanges
+    state_shards.PIECE_BYTES = 256  # several exchanges
     group = dist.new_group(list(range(dist.get_world_size())))
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for ranks, options in (

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from flatbed.distributed.dense_shards import Sharding, StateSharding, is_dtensor, local_of, on_several_meshes
+from flatbed.distributed.dense_shards import Sharding, is_dtensor, local_of, on_several_meshes
 from flatbed.distributed.peers import Peers
 from flatbed.distributed.ranks import ExchangeError, world_size
+from flatbed.distributed.state_shards import StateSharding
 from flatbed.errors import FlatbedError
 from flatbed.kernels import check_values_exist
 from flatbed.kernels.step import NORM, SKIPPED, StepOptions

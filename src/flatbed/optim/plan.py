@@ -14,19 +14,16 @@ from flatbed.cuda.streams import is_capturing
 from flatbed.distributed.dense_shards import (
     LOCAL,
     LocalGrads,
-    Piece,
     ShardGroups,
     Sharding,
     arrived,
-    exchange_pieces,
     is_dtensor,
     local_of,
     on_several_meshes,
-    own_part,
-    plan_pieces,
     reshard,
     version_counters,
 )
+from flatbed.distributed.state_shards import Piece, exchange_pieces, own_part, plan_pieces
 from flatbed.errors import FlatbedError
 from flatbed.kernels import use_triton
 from flatbed.kernels.step import (

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined,unused-ignore]
 
-from flatbed.distributed.dense_shards import OwnRows, Sharding, is_dtensor, local_of, own_part, whole
+from flatbed.distributed.dense_shards import Sharding, is_dtensor, local_of, whole
+from flatbed.distributed.state_shards import OwnRows, own_part
 from flatbed.errors import FlatbedError
 from flatbed.kernels.step import ParamSlot, StepOptions, stride_of
 from flatbed.layout import overlaps_itself
