@@ -23,7 +23,8 @@ from flatbed.kernels.step import NORM, SKIPPED, StepOptions
 from flatbed.optim import options as checks
 from flatbed.optim.options import OF_NORM, ParamsT, describe_for_ranks, named_params
 from flatbed.optim.plan import Plan, StepStats, build_plan, update_all
-from flatbed.optim.state import ROUNDS, build_state_dict, lacks_state, load_state_dict
+from flatbed.optim.state import lacks_state
+from flatbed.optim.state_dict import ROUNDS, build_state_dict, load_state_dict
 from flatbed.optim.table_step import OptimizerTables, check_table
 from flatbed.rule import Group, Rule
 from flatbed.tables.table import Table
