@@ -388,17 +388,14 @@ def all_leaves() -> list[Leaf]:
     found: list[Leaf] = []
     with torch._C.DisableTorchFunctionSubclass():
         for one in gc.get_objects():
-            kind = type(one)
-            if issubclass(kind, Tensor) and not issubclass(kind, Table):
-                with suppress(RuntimeError):  # of views whose base was changed in a way that torch refuses
-                    if one.requires_grad and one.is_leaf:
-                        grad = _GRAD.__get__(one)
-                        found.append(Leaf(one, None, -1) if grad is None else _leaf(one, grad))
+            if not issubclass(type(one), Tensor) or issubclass(type(one), Table):
+                continue
+            with suppress(RuntimeError):  # of views whose base was changed in a way that torch refuses
+                if one.requires_grad and one.is_leaf:
+                    grad = _GRAD.__get__(one)
+                    ref: Any = None if grad is None else TensorWeakRef(grad)
+                    found.append(Leaf(one, ref, -1 if grad is None else grad._version))
     return found
-
-
-def _leaf(param: Tensor, grad: Tensor) -> Leaf:
-    return Leaf(param, TensorWeakRef(grad), grad._version)  # type: ignore[no-untyped-call,unused-ignore]
 
 
 def changed_params(before: list[Leaf]) -> list[Tensor]:
