@@ -264,7 +264,8 @@ def test_torch_works_as_before_after_a_capture_that_fails() -> None:
 
 def test_gradients_are_put_back_if_a_capture_fails() -> None:
     embedding, layer = flatbed.Embedding(ROWS, DIM), nn.Linear(DIM, 1)
-    optimizer = flatbed.optim.SGD([*embedding.parameters(), *layer.parameters()], lr=0.1)
+    params = [*embedding.parameters(), *layer.parameters()]
+    optimizer = flatbed.optim.SGD(params, lr=0.1)
     layer(embedding(torch.tensor([1, 2]))).sum().backward()
     rows = embedding.table.grad_rows.tolist()
     weight, bias = layer.weight.grad, layer.bias.grad
@@ -275,14 +276,36 @@ def test_gradients_are_put_back_if_a_capture_fails() -> None:
         embedding(torch.tensor([3])).sum().backward()
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt), kept_grads([optimizer]):
+    with pytest.raises(KeyboardInterrupt), kept_grads(params):
         fail()
     assert layer.weight.grad is weight
     assert layer.bias.grad is bias
     assert embedding.table.grad_rows.tolist() == rows == [1, 2]
-    with kept_grads([optimizer]):
+    with kept_grads(params):
         optimizer.zero_grad()
     assert layer.bias.grad is None
+
+
+def test_gradients_of_other_parameters_are_put_back_if_a_capture_fails(graph_device: str) -> None:
+    first, last = (nn.Linear(2, 2).to(graph_device) for _ in range(2))
+    optimizer = torch.optim.SGD(first.parameters(), lr=0.1)
+    shown: list[float] = []
+
+    def step(x: Tensor) -> None:
+        optimizer.zero_grad()
+        loss = last(first(x)).sum()
+        loss.backward()
+        optimizer.step()
+        shown.append(loss.item())
+
+    run = flatbed.capture(step)
+    for _ in range(3):
+        run(torch.ones(1, 2, device=graph_device))
+        last.zero_grad()
+    with pytest.warns(UserWarning, match="leaves gradients"), pytest.raises(flatbed.FlatbedError):
+        run(torch.ones(1, 2, device=graph_device))
+    assert len(shown) == 3
+    assert [p.grad for p in last.parameters()] == [None, None], "a gradient that no kernel has computed"
 
 
 class OtherParameter(nn.Parameter):

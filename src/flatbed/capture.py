@@ -296,7 +296,7 @@ class CapturedStep:
         lookups = [] if others else allocate_lookups(self._noted, leaves)
         try:
             with (
-                kept_grads(self._optimizers),
+                kept_grads([*params_of(self._optimizers), *self._outside]),
                 capture_context(self._inputs, leaves, lookups) as context,
                 stepping_optimizers() as optimizers,
                 capture_step(graph, self._device),
@@ -351,9 +351,8 @@ def stepping_optimizers() -> Iterator[list[torch.optim.Optimizer]]:
 
 
 @contextmanager
-def kept_grads(optimizers: list[torch.optim.Optimizer]) -> Iterator[None]:
+def kept_grads(params: list[Tensor]) -> Iterator[None]:
     """Put gradients back if the body, a capture, fails: those that it made were never computed."""
-    params = params_of(optimizers)
     grads = [(p, p.grad) for p in params if not isinstance(p, Table)]
     rows = [(p, [*p._grads.parts]) for p in params if isinstance(p, Table)]
     try:
