@@ -116,8 +116,7 @@ class Pipeline:
         self.batches_ahead: deque[PendingBatch] = deque()
         """Batches that the training thread has taken, and not handed out."""
         self.in_use: PendingBatch | None = None
-        self.is_threaded = self.is_closed = False
-        self.is_in_next = False
+        self.is_closed = self.is_in_next = False
         """True while the training thread works on its batches. It finishes them if another thread closes."""
         reads_disk = any(prefetch.reads_disk for _, prefetch in lookups)
         self.needs_threads = depth > 0 and (reads_disk or mover.is_reused or ranks is not None)
@@ -127,12 +126,14 @@ class Pipeline:
         self.n_permits = 0
         """Batches that the loader threads have still to deliver."""
         self._threads: list[threading.Thread] = []
-        self._has_begun = False
-        self.settings: Callable[[], None] | None = None
-        """Gives the threads the settings of torch that the loop has."""
         self._copies: torch.cuda.Stream | None = None
         """The stream of the loader threads, if there are any."""
         self._process = os.getpid()
+
+    @property
+    def is_threaded(self) -> bool:
+        """True once `start` was called."""
+        return bool(self._threads)
 
     # ---- in the loader threads; `load` also in the training thread
 
@@ -169,7 +170,7 @@ class Pipeline:
         """
         pending, ranks = PendingBatch(), self.ranks
         try:
-            begin, self._has_begun = time.monotonic(), True
+            begin = time.monotonic()
             batch = next(self.batches, NO_BATCH)
             is_late = self.in_use is not None and time.monotonic() - begin > INLINE_SECONDS
             if has_ended := batch is NO_BATCH:
@@ -230,9 +231,10 @@ class Pipeline:
     # ---- in any thread
 
     def start(self) -> None:
-        """Start the threads."""
-        device, settings, first = self.mover.device, self.settings or thread_settings(), None
-        if not self._has_begun and "torch.distributed.tensor" in sys.modules:
+        """Start the threads. Not within a stream, which changes the current GPU."""
+        device, settings, first = self.mover.device, thread_settings(), None
+        is_first = self.in_use is None and not self.batches_ahead
+        if is_first and "torch.distributed.tensor" in sys.modules:
             self.batches = begun(self.batches)
             first = torch.cuda.current_stream(device).record_event() if self.mover.on_gpu else None
 
@@ -241,7 +243,6 @@ class Pipeline:
             if first is not None:  # the batch may have tensors that were computed on the GPU
                 torch.cuda.current_stream(device).wait_event(first)
 
-        self.is_threaded = True
         self._copies = stream_for(device, "batches") if self.mover.on_gpu else None
         for one in zip(self._stages, self._queues, self._queues[1:], strict=False):
             thread = threading.Thread(target=self._run, args=(*one, apply), name=THREAD_NAME, daemon=True)
@@ -377,9 +378,6 @@ class PrefetchIterator(Iterator[Any]):
         try:
             if pipeline.is_closed:
                 raise StopIteration
-            if pipeline.settings is None:
-                # Must run before entering a stream, which changes the current GPU.
-                pipeline.settings = thread_settings()
             finished: list[Any] = []  # keeps the memory of admissions until "decisions" waits for their step
             if pipeline.in_use is not None:
                 finished += pipeline.in_use.requests
