@@ -22,10 +22,11 @@ from flatbed.kernels import check_values_exist
 from flatbed.kernels.step import NORM, SKIPPED, StepOptions
 from flatbed.optim import options as checks
 from flatbed.optim.options import OF_NORM, ParamsT, describe_for_ranks, named_params
-from flatbed.optim.plan import Plan, StepStats, build_plan, update_all
+from flatbed.optim.plan import Plan, build_plan
 from flatbed.optim.state import lacks_state
 from flatbed.optim.state_dict import ROUNDS, build_state_dict, load_state_dict
 from flatbed.optim.table_step import OptimizerTables, check_table
+from flatbed.optim.update import StepStats, update_all
 from flatbed.rule import Group, Rule
 from flatbed.tables.table import Table
 
