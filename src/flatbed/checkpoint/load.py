@@ -128,22 +128,7 @@ def load_checkpoint(
                 after = f"loading {path}: load it into tables with another path to keep both"
                 table._store.warn_of_loss(after, name=name)
         lockstep.meet()
-        begun: list[tuple[Table, tuple[int, int]]] = []  # tables with their former generations
-        before = [(part, _copied(part.read(), to_host=part.is_large)) for part in parts]
-        try:  # not a generator's context manager: interrupted at its exit, it could end at any later time
-            _finish_all({part.name: partial(part.load, part.state) for part in parts}, path)
-            lockstep.meet()
-            begun += ((table, table._store.generation) for table in training.tables.values())
-            _finish_all(replace_rows, path)  # last, since there is no copy of the rows
-            lockstep.meet()
-        except BaseException:
-            if any(table._store.generation != generation for table, generation in begun):
-                for table, _ in begun:
-                    table._store.mark_half_loaded()
-            for part, state in reversed(before):
-                with suppress(Exception):  # the part that raised may refuse any state
-                    (part.put_back or part.load)(state)
-            raise
+        _load_all(parts, replace_rows, [*training.tables.values()], path, lockstep)
         model.zero_grad()  # there may be gradients of a step that Control-C has ended
         for one in training.optimizers:
             one.zero_grad()
@@ -153,6 +138,32 @@ def load_checkpoint(
             table._store.mark_loaded()
         known_tokens.add(manifest["token"])
     return dict(manifest["extra"])
+
+
+def _load_all(
+    parts: Sequence[Part],
+    replace_rows: Mapping[str, Finish],
+    tables: Sequence[Table],
+    path: Path,
+    lockstep: Lockstep,
+) -> None:
+    """Load all parts, and then the rows of tables. After an error, put the parts back."""
+    begun: list[tuple[Table, tuple[int, int]]] = []  # tables with their former generations
+    before = [(part, _copied(part.read(), to_host=part.is_large)) for part in parts]
+    try:  # not a generator's context manager: interrupted at its exit, it could end at any later time
+        _finish_all({part.name: partial(part.load, part.state) for part in parts}, path)
+        lockstep.meet()
+        begun += ((table, table._store.generation) for table in tables)
+        _finish_all(replace_rows, path)  # last, since there is no copy of the rows
+        lockstep.meet()
+    except BaseException:
+        if any(table._store.generation != generation for table, generation in begun):
+            for table, _ in begun:
+                table._store.mark_half_loaded()
+        for part, state in reversed(before):
+            with suppress(Exception):  # the part that raised may refuse any state
+                (part.put_back or part.load)(state)
+        raise
 
 
 def _enter_version(folder: Path, lockstep: Lockstep, undo: ExitStack) -> tuple[Path, dict[str, Any]]:

@@ -152,18 +152,8 @@ def save_checkpoint(
             raise ValueError(f"keep must be at least 1, the version that is being saved; found {keep!r}")
         manifest = {"format": folders.FORMAT, "version": folders.FORMAT_VERSION}
         manifest |= {"extra": _checked_extra(extra), "files": {}}
-        on_disk = {name: table for name, table in training.tables.items() if table.storage == "disk"}
-        known = {id(table) for table in on_disk.values()}
-        if any(id(one) not in known for one in (*model.parameters(), *model.buffers())):
-            for name, table in on_disk.items():
-                table._store.check_loaded(name, folder)
-        in_place = _tables_in_place(training, copy_disk_tables)
-        if keep > 1 and in_place:
-            path = training.tables[in_place[0]]._store.config.path
-            raise ValueError(
-                f"keep={keep} would keep versions that cannot be loaded: {path} (table {in_place[0]}) has "
-                "the rows of the last one alone. Pass copy_disk_tables=True, too, or leave keep out"
-            )
+        _check_loaded(training, folder)
+        in_place = _tables_in_place(training, copy_disk_tables, keep)
         lockstep.meet()
         random = lockstep.gather(rng_state()) if rng else []
         token = manifest["token"] = lockstep.of_first(secrets.token_hex(16))
@@ -246,8 +236,17 @@ def _undo(version: Path) -> None:
     shutil.rmtree(version, ignore_errors=True)
 
 
-def _tables_in_place(training: Training, copy_disk_tables: bool) -> list[str]:
-    """Return the names of tables whose rows stay in their own files; raise if another cannot be saved."""
+def _check_loaded(training: Training, folder: Path) -> None:
+    """Raise for disk tables whose rows are of the folder's checkpoint, if the rest of it was not loaded."""
+    on_disk = {name: table for name, table in training.tables.items() if table.storage == "disk"}
+    known = {id(table) for table in on_disk.values()}
+    if any(id(one) not in known for one in (*training.model.parameters(), *training.model.buffers())):
+        for name, table in on_disk.items():
+            table._store.check_loaded(name, folder)
+
+
+def _tables_in_place(training: Training, copy_disk_tables: bool, keep: int) -> list[str]:
+    """Return the names of tables whose rows stay in their own files; raise if a table cannot be saved."""
     in_place, saved = [], [id(optimizer) for optimizer in training.optimizers]
     for name, table in training.tables.items():
         if table.storage == "disk" and not copy_disk_tables:
@@ -265,6 +264,12 @@ def _tables_in_place(training: Training, copy_disk_tables: bool) -> list[str]:
                 stacklevel=3,
             )
             break
+    if keep > 1 and in_place:
+        path = training.tables[in_place[0]]._store.config.path
+        raise ValueError(
+            f"keep={keep} would keep versions that cannot be loaded: {path} (table {in_place[0]}) has "
+            "the rows of the last one alone. Pass copy_disk_tables=True, too, or leave keep out"
+        )
     return in_place
 
 
