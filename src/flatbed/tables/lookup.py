@@ -35,12 +35,12 @@ def prepare_lookup(
     """
     check_values_exist("a lookup")
     store, checks = table._store, table._deferred_checks
-    n_rows, device, lead = store.config.n_rows, store.device, store.config.padding_idx if for_bag else None
+    n_rows, device, padding = store.config.n_rows, store.device, store.config.padding_idx if for_bag else None
     capturing, capture, leaf = is_capturing(device), current_capture(), ids
     if capture is not None:
         position = capture.position_of(ids)
         leaf = ids if position is None else capture.leaves[position]
-        if not records_grad or lead is not None:
+        if not records_grad or padding is not None:
             position = None
         capture.noted.append(NotedLookup(table, position))
         captured = capture.lookup(table, ids, position) if capturing else None
@@ -52,26 +52,27 @@ def prepare_lookup(
     if table._prefetched and not capturing and isinstance(ids, Tensor):
         if for_bag and table._shards is None:  # otherwise all ranks are told
             _check_bags(ids)
-        batch = find_prefetched(table, leaf, records_grad=records_grad, has_lead=lead is not None)
+        batch = find_prefetched(table, leaf, records_grad=records_grad, is_padded=padding is not None)
         if batch is not None:
-            if lead is not None:  # unique rows are found again; their records are in the cache
-                batch = replace(batch, unique=_without_lead(unique(_with_lead(batch.keys, lead), n_rows)))
+            if padding is not None:  # unique rows are found again; their records are in the cache
+                again = unique(_with_padding(batch.keys, padding), n_rows)
+                batch = replace(batch, unique=_without_padding(again, padding))
             return batch if batch.shape == ids.shape else replace(batch, shape=ids.shape)
     if isinstance(table._row_io, ShardedRowIO):
         return _prepare_sharded(table, table._row_io, ids, for_bag=for_bag, records_grad=records_grad)
     given = as_ids(ids)
     if for_bag:
         _check_bags(given)
-    keys, first_error, on_checked = _checked_keys(table, given, offset=int(lead is not None))
+    keys, first_error, on_checked = _checked_keys(table, given, offset=int(padding is not None))
     cache = store.ensure_cache(keys.numel()) if records_grad else None
-    sought = keys if lead is None else _with_lead(keys, lead)
+    sought = _with_padding(keys, padding)
     if cache is not None:  # a `GpuCache` checks ids before rows move: the next step need not wait for the bus
         found, admission = cache.admit(sought, first_error, on_checked)
     else:
         found, admission = unique(sought, n_rows, first_error), None
         if on_checked is not None:
             on_checked()
-    return LookupBatch(given.shape, keys, found if lead is None else _without_lead(found), cache, admission)
+    return LookupBatch(given.shape, keys, _without_padding(found, padding), cache, admission)
 
 
 def _checked_keys(
@@ -105,7 +106,7 @@ def _prepare_sharded(
     Ids on a GPU raise here, too: the host waits for the number of rows of each owner.
     """
     device, n_rows = table._store.device, table.num_embeddings
-    lead = table._store.config.padding_idx if for_bag else None
+    padding = table._store.config.padding_idx if for_bag else None
     doing = LOOKUP[records_grad]
     with row_io.shards.failing_together(doing):
         if is_capturing(device):
@@ -118,13 +119,12 @@ def _prepare_sharded(
             check_range(given, n_rows)
         first_error = None if on_host else new_first_error(device)
         keys = as_keys(given, n_rows, device, in_range=on_host)
-        found = unique(keys if lead is None else _with_lead(keys, lead), n_rows, first_error)
+        found = unique(_with_padding(keys, padding), n_rows, first_error)
         route = row_io.shards.route(found.rows)
         if first_error is not None and int(first_error) != NO_ERROR:
             check_range(given, n_rows)
     exchanged = row_io.exchange(doing, route, admits=records_grad)
-    found = found if lead is None else _without_lead(found)
-    return LookupBatch(given.shape, keys, found, exchanged=exchanged)
+    return LookupBatch(given.shape, keys, _without_padding(found, padding), exchanged=exchanged)
 
 
 def _check_bags(ids: Tensor) -> None:
@@ -132,14 +132,17 @@ def _check_bags(ids: Tensor) -> None:
         raise ValueError(f"bags are (bags, length), or (n,) with offsets; found {tuple(ids.shape)}")
 
 
-def _with_lead(keys: Tensor, padding_idx: int) -> Tensor:
-    """Put the key of no row in front of keys, and in place of the padding row."""
+def _with_padding(keys: Tensor, padding_idx: int | None) -> Tensor:
+    """Put the key of no row in front of keys, and in place of the padding row, if there is one."""
+    if padding_idx is None:
+        return keys
     sentinel = sentinel_of(keys)
     return torch.cat([keys.new_full((1,), sentinel), torch.where(keys == padding_idx, sentinel, keys)])
 
 
-def _without_lead(found: UniqueRows) -> UniqueRows:
-    return UniqueRows(found.rows, found.inverse[1:])
+def _without_padding(found: UniqueRows, padding_idx: int | None) -> UniqueRows:
+    """Leave out the key that `_with_padding` has put in front."""
+    return found if padding_idx is None else UniqueRows(found.rows, found.inverse[1:])
 
 
 def _check_capture(table: Table, ids: Tensor) -> None:

@@ -293,11 +293,11 @@ class RowPrefetch:
 
 
 def find_prefetched(
-    table: Table, ids: Tensor, *, records_grad: bool, has_lead: bool = False
+    table: Table, ids: Tensor, *, records_grad: bool, is_padded: bool = False
 ) -> LookupBatch | None:
     """Return the prefetched batch that was made of these ids, if their memory has not changed since.
 
-    `has_lead`: the lookup needs other unique rows, which a sharded table would have to exchange.
+    `is_padded`: the lookup needs other unique rows, which a sharded table would have to exchange.
     """
     version = version_of(ids)
     for batch in table._prefetched:
@@ -305,7 +305,7 @@ def find_prefetched(
         if own is None or version != batch.version or not is_same_memory(ids, own):
             continue
         if isinstance(table._row_io, ShardedRowIO):
-            if has_lead:
+            if is_padded:
                 return None
             return table._row_io.exchange_again(LOOKUP[records_grad], batch, admits=records_grad)
         if records_grad and batch.cache is not None and batch.cache.protects(batch):
