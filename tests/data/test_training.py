@@ -147,14 +147,14 @@ def test_a_cache_that_is_made_while_a_file_is_replaced(
     other.write_rows(range(20), torch.full((20, 4), 7.0))
     other.table.save(tmp_path / "other.safetensors")
     emb(torch.arange(4))
-    store, forget = emb.table._store, emb.table._store.forget_cache
+    store, drop = emb.table._store, emb.table._store.drop_cache
 
-    def forget_and_make(**options: Any) -> None:
-        forget(**options)
+    def drop_and_make(**options: Any) -> None:
+        drop(**options)
         monkeypatch.undo()
         assert store.ensure_cache(4) is not None
 
-    monkeypatch.setattr(store, "forget_cache", forget_and_make)
+    monkeypatch.setattr(store, "drop_cache", drop_and_make)
     emb.table.load(tmp_path / "other.safetensors")
     assert (emb(torch.arange(6)) == 7).all()
     assert (emb.read_rows(range(20)) == 7).all()

@@ -163,7 +163,7 @@ class RowStore:
 
     def relayout(self, record: Record) -> None:
         """Move all rows into records with these fields, on memory that the device can use."""
-        self.forget_cache()
+        self.drop_cache()
         self.flush()
         assert self._storage is not None
         # State that was to be replaced begins again.
@@ -226,7 +226,7 @@ class RowStore:
             if self._is_half_loaded and self.is_allocated:  # perhaps its file was replaced
                 self._storage = self._reopened()
             storage = cast(DiskStorage, self._allocate_or_move())
-            self.forget_cache()
+            self.drop_cache()
             kept = [] if is_complete else [kept_rows(storage, record, with_state=True)]
             with reported(doing, n_rows, in_turn(*kept, fill)) as filling:
                 draft = storage.draft(record, fill=filling, meta=meta)
@@ -244,7 +244,7 @@ class RowStore:
     def _use_draft(self, storage: DiskStorage, draft: Draft) -> None:
         """Replace the file of a disk table."""
         with self._lock:
-            self.abandon_cache()  # a thread of a prefetcher may have made one since `forget_cache`
+            self.abandon_cache()  # a thread of a prefetcher may have made one since `drop_cache`
             self.writes += 1
             self._use_storage(storage.replaced_by(draft))
 
@@ -289,7 +289,7 @@ class RowStore:
             before, self.config = self.config, replace(self.config, n_rows=n_rows)
             try:
                 if storage is not None:
-                    self.forget_cache()
+                    self.drop_cache()
                     self.flush()
                     fill, meta = initial_rows(self.config, storage.record), self._meta()
                     self._storage = storage.resize(n_rows, fill=fill, meta=meta)
@@ -305,7 +305,7 @@ class RowStore:
         check_device(device)
         if device != self.device:
             with self._lock:
-                self.forget_cache()
+                self.drop_cache()
                 self.flush()
                 self.device = device
                 self._laid_out = -1
@@ -316,7 +316,7 @@ class RowStore:
             return
         with self._lock:  # another thread may be prefetching rows
             if self.in_memory:
-                self.forget_cache(closing=True)
+                self.drop_cache(closing=True)
             else:
                 self.abandon_cache()
             if self._storage is not None:
@@ -508,7 +508,7 @@ class RowStore:
             n_wanted = max(DEFAULT_BATCHES * n_ids, n_needed if cache is None else n_needed * 5 // 4)
             n_slots = slots_for(config, storage.record, device, n_wanted)
             if n_needed > n_now and n_slots > n_now and (cache is None or not config.is_cache_sized):
-                self.forget_cache()
+                self.drop_cache()
                 self.cache = build_cache(storage, n_slots, policy=config.cache_policy, device=device)
                 if device.type == "cuda":  # other streams use it without an event
                     synchronize(device)
@@ -523,7 +523,7 @@ class RowStore:
         lock: AbstractContextManager[Any] = cast(HostCopyCache, cache).lock
         return lock
 
-    def forget_cache(self, *, closing: bool = False) -> None:
+    def drop_cache(self, *, closing: bool = False) -> None:
         """Write all rows back; the next batch makes a new cache. After an error, this one stays."""
         cache = self.cache
         if cache is None:
@@ -543,7 +543,7 @@ class RowStore:
     def change_cache(self, config: Config) -> None:
         """Use another cache from now on."""
         with self._lock:
-            self.forget_cache()
+            self.drop_cache()
             self.config = config
 
     def abandon_cache(self) -> None:
