@@ -265,7 +265,7 @@ class Decisions(NamedTuple):
 
     memory: Tensor
     """One allocation; the other tensors are views of it."""
-    found: UniqueRows
+    unique: UniqueRows
     missing: Tensor
     slots: Tensor
     victims: Tensor
@@ -331,7 +331,7 @@ def decide(
     """
     n, device, n_rows = keys.numel(), keys.device, index.slot_of_row.numel()
     out = out or Decisions.allocate(n, device)
-    unique(keys, n_rows, first_error, ticks=(index.clock, out.n_missing), out=out.found)
+    unique(keys, n_rows, first_error, ticks=(index.clock, out.n_missing), out=out.unique)
     if on_checked is not None:
         on_checked()
     if n == 0:
@@ -340,7 +340,7 @@ def decide(
     frequency = index.frequency if by_frequency else index.stamp  # not read with "lru"
     probe, select_victims = _decision_kernels(index.direct, by_frequency)
     probe(
-        -(-n // PROBE), device, out.found.rows, out.missing, out.n_missing,
+        -(-n // PROBE), device, out.unique.rows, out.missing, out.n_missing,
         index.slot_of_row, index.stamp, frequency, index.clock, index.counts, n, n_rows, index.ageing,
     )  # fmt: skip
     index.moving = True

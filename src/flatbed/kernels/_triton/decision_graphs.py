@@ -144,9 +144,9 @@ class DecisionGraph:
 
     def lend(self) -> cache.Decisions:
         """Return the decisions. The graph is not free while their unique rows are referred to."""
-        lent = replace(self.out.found)
+        lent = replace(self.out.unique)
         self._user = weakref.ref(lent)
-        return self.out._replace(found=lent)
+        return self.out._replace(unique=lent)
 
     def copied(self) -> cache.Decisions:
         """Return a copy of the decisions, in memory of the current stream."""

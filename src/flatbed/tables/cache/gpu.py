@@ -124,7 +124,7 @@ class GpuCache(Cache):
         if n:
             self._kernels.move(decided, self.location)
             self.index.moving = False
-        return decided.found, self._end_admission(n, oldest)
+        return decided.unique, self._end_admission(n, oldest)
 
     def prefetch(
         self, ids: Tensor, *, window: int, reservation: object
@@ -163,7 +163,7 @@ class GpuCache(Cache):
         number = self._end_admission(n, oldest)
         if n:
             self._live.add(number)
-        return decided.keys, decided.found, number
+        return decided.keys, decided.unique, number
 
     def end_prefetch(self, batch: LookupBatch) -> None:
         if batch.keys.numel():  # otherwise the number is that of the admission before

@@ -262,7 +262,7 @@ class HostCopyCache(Cache):
             return None
         copied = graph.copied()
         assert copied.keys is not None
-        return copied.keys, copied.found, self._on_host(graph.out)
+        return copied.keys, copied.unique, self._on_host(graph.out)
 
     def _decide(self, keys: Tensor, first_error: Tensor | None) -> tuple[UniqueRows, Placement]:
         """Find the unique rows of keys, and give slots to missing ones."""
@@ -270,7 +270,7 @@ class HostCopyCache(Cache):
             decided = self._kernels.Decisions.allocate(keys.numel(), self.device)
             self._begin_decision(decided)
             self._kernels.decide(self.index, keys, 0, first_error=first_error, out=decided)
-            return decided.found, self._on_host(decided)
+            return decided.unique, self._on_host(decided)
         unique = ops.unique(keys, self.n_rows, first_error)
         rows = unique.rows.to(CPU)
         placement = decide(self.index, rows[rows >= 0].numpy())
