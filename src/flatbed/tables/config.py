@@ -37,7 +37,7 @@ class Config:
     cache_bytes: int | None = None
     cache_policy: str = "lfu"
     # Names in `describe` that a file at `path` must agree with, since the user gave them.
-    asked: frozenset[str] = field(default=frozenset(), compare=False)
+    given: frozenset[str] = field(default=frozenset(), compare=False)
     read_only: bool = False  # the file of a disk table is neither locked nor changed
     # `n_rows` and `path` are those of the rank `shard_rank`, which holds every n-th row; `padding_idx` and
     # first weights are those of the row in the whole table.
@@ -139,7 +139,7 @@ def build_config(
         # Drawn as torch draws first weights: repeatable with torch.manual_seed, different for every table.
         seed=int(torch.randint(1 << 62, (), device="cpu")) if seed is None else as_integer("seed", seed),
         padding_idx=padding_idx,
-        asked=frozenset(name for name, value in given.items() if value is not None) | {"padding_idx"},
+        given=frozenset(name for name, value in given.items() if value is not None) | {"padding_idx"},
         **others,
     )
     initializers.check_fits(config.init, config.dtype)

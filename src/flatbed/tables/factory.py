@@ -64,7 +64,7 @@ def open_storage(config: Config) -> tuple[DiskStorage | ReadOnlyStorage, Config]
             f'{config.shard_rank} of {config.n_shards}: open it by flatbed.Embedding(…, shard="row") with '
             f"the path that it was made with, on as many ranks"
         )
-    given = {name: value for name, value in config.describe().items() if name in config.asked & about.keys()}
+    given = {name: value for name, value in config.describe().items() if name in config.given & about.keys()}
     asked = {"size": f"{config.n_rows} × {config.dim}", "dtype": config.dtype, **given}
     found = {**about, "size": f"{storage.n_rows} × {weight.count}", "dtype": weight.dtype}
     for name, wanted in asked.items():

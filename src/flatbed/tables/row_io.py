@@ -203,7 +203,7 @@ def shard_config(
         part = part_of(config, shards.rank, shards.n_ranks, shards.n_local(config.n_rows))
     given = {**config.describe(), "dim": config.dim, "dtype": config.dtype, "storage": config.storage}
     given["a file to continue from"] = part.path is not None and part.path.exists()
-    if "seed" not in config.asked:
+    if "seed" not in config.given:
         given["seed"] = "drawn"
     shards.agree("building", {"num_embeddings": config.n_rows, **given})
     return replace(part, seed=shards.channel.first(part.seed, doing=shards.describe("building"))), shards
