@@ -125,15 +125,11 @@ class Pipeline:
         self.permits, self.results = self._queues[0], self._queues[-1]
         self.n_permits = 0
         """Batches that the loader threads have still to deliver."""
-        self._threads: list[threading.Thread] = []
+        self.threads: list[threading.Thread] = []
+        """Empty before `start`."""
         self._copies: torch.cuda.Stream | None = None
         """The stream of the loader threads, if there are any."""
         self._process = os.getpid()
-
-    @property
-    def is_threaded(self) -> bool:
-        """True once `start` was called."""
-        return bool(self._threads)
 
     # ---- in the loader threads; `load` also in the training thread
 
@@ -246,7 +242,7 @@ class Pipeline:
         self._copies = stream_for(device, "batches") if self.mover.on_gpu else None
         for one in zip(self._stages, self._queues, self._queues[1:], strict=False):
             thread = threading.Thread(target=self._run, args=(*one, apply), name=THREAD_NAME, daemon=True)
-            self._threads.append(thread)
+            self.threads.append(thread)
             thread.start()
         self.permit(None)
 
@@ -286,7 +282,7 @@ class Pipeline:
     def join(self, seconds: float) -> None:
         """Wait for the threads, at most so long; never for the thread that calls this."""
         end = time.monotonic() + seconds
-        for thread in self._threads:
+        for thread in self.threads:
             while thread.is_alive() and thread is not threading.current_thread():
                 if (left := end - time.monotonic()) <= 0:
                     return
@@ -388,7 +384,7 @@ class PrefetchIterator(Iterator[Any]):
             if self._decisions is not None:
                 stream = torch.cuda.current_stream(self._decisions.device_index)
                 earlier_steps = self._earlier_steps
-                if pipeline.is_threaded:  # loader threads wait for it later
+                if pipeline.threads:  # loader threads wait for it later
                     earlier_steps = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call,unused-ignore]
                 earlier_steps.record(stream)  # after the memory of batches was allocated in this stream
                 self._decisions.wait_event(earlier_steps)
@@ -416,7 +412,7 @@ class PrefetchIterator(Iterator[Any]):
             if pending.moved.has_objects:
                 batch = map_leaves(pipeline.mover.move_object, batch)
             pending.moved = None  # the loop alone holds the batch, which may be large
-            if pipeline.is_threaded:
+            if pipeline.threads:
                 pipeline.permit(earlier_steps)
             return batch
         except StopIteration:
@@ -446,10 +442,10 @@ class PrefetchIterator(Iterator[Any]):
         """Load batches here; or take those that threads have loaded, and wait for one if there is none."""
         pipeline, taken = self._pipeline, list[PendingBatch]()
         while self._end is None:
-            if pipeline.needs_threads and not pipeline.is_threaded:
+            if pipeline.needs_threads and not pipeline.threads:
                 pipeline.start()
             found: PendingBatch | End
-            if pipeline.is_threaded:
+            if pipeline.threads:
                 if not pipeline.n_permits or (pipeline.batches_ahead and pipeline.results.empty()):
                     break
                 pipeline.n_permits -= 1
