@@ -38,16 +38,14 @@ class HostMemory:
     "pageable", which they do not. The memory is freed with its last view.
     """
 
-    def __init__(self, kind: str, nbytes: int, *, device: torch.device, memory: Tensor) -> None:
+    def __init__(self, kind: str, memory: Tensor) -> None:
         self.kind = kind
-        self.nbytes = nbytes
-        self.device = device
         self._process = os.getpid()
-        self._tensor: Tensor | None = memory[:nbytes]
+        self._tensor: Tensor | None = memory
 
     @property
     def addressable(self) -> bool:
-        """True if kernels of `device` can read and write it."""
+        """True if kernels of the device can read and write it."""
         return self.kind != "pageable"
 
     @property
@@ -88,9 +86,8 @@ def allocate(nbytes: int, *, device: torch.device) -> HostMemory:
     if nbytes > available_bytes():  # the system would grant the memory, and kill the process for using it
         raise FlatbedError(_too_much(nbytes))
     if device.type == "cpu":
-        return HostMemory("plain", nbytes, device=device, memory=_zeros(nbytes))
+        return HostMemory("plain", _zeros(nbytes)[:nbytes])
     gpu = torch.cuda.current_device() if device.index is None else device.index
-    device = torch.device("cuda", gpu)
     reasons: list[str] = []
     for attempt in KINDS if kind is None else (kind,):
         try:
@@ -103,9 +100,9 @@ def allocate(nbytes: int, *, device: torch.device) -> HostMemory:
             continue
         if attempt == "pageable" and kind is None:
             _warn_once("; ".join(reasons))
-        return HostMemory(attempt, nbytes, device=device, memory=memory)
+        return HostMemory(attempt, memory[:nbytes])
     raise FlatbedError(
-        f"no {kind} memory of {nbytes:,} bytes for {device} ({reasons[0]}): unset {KIND_VARIABLE} to let "
+        f"no {kind} memory of {nbytes:,} bytes for cuda:{gpu} ({reasons[0]}): unset {KIND_VARIABLE} to let "
         "flatbed choose"
     )
 
