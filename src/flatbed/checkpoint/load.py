@@ -25,7 +25,6 @@ from flatbed.checkpoint.folder import (
     read_json,
     reading,
 )
-from flatbed.checkpoint.save import Training
 from flatbed.checkpoint.state import (
     NO_OPTIONS,
     check_same,
@@ -40,6 +39,7 @@ from flatbed.checkpoint.state import (
     shard_state,
     unpack,
 )
+from flatbed.checkpoint.training import Training
 from flatbed.distributed.dense_shards import Sharding, local_of
 from flatbed.distributed.ranks import Lockstep, rank, world_size
 from flatbed.errors import FlatbedError

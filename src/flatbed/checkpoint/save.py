@@ -9,7 +9,7 @@ import shutil
 import threading
 import warnings
 import zlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -31,76 +31,17 @@ from flatbed.checkpoint.state import (
     rng_state,
     shapes_of,
 )
+from flatbed.checkpoint.training import Training
 from flatbed.distributed.dense_shards import Sharding, whole
 from flatbed.distributed.ranks import Lockstep, communicating, rank, world_size
 from flatbed.errors import FlatbedError
 from flatbed.progress import progress
 from flatbed.tables import saving
-from flatbed.tables.embedding import named_tables
 from flatbed.tables.files import BLOCK_BYTES, as_path, lock, write_text
-from flatbed.tables.table import Table
 from flatbed.tables.tensor_file import TensorEntry, writing
-
-
-@dataclass(frozen=True, slots=True)
-class Training:
-    """Everything that a checkpoint is made of or loaded into."""
-
-    model: nn.Module
-    optimizers: tuple[Optimizer, ...]
-    schedulers: tuple[Any, ...]
-    scalers: tuple[Any, ...]
-    """The scaler, if there is one."""
-    tables: dict[str, Table]
-
-    @staticmethod
-    def of(model: nn.Module, optimizer: Any, scheduler: Any, scaler: Any) -> Training:
-        """Check the arguments of `save_checkpoint` and `load_checkpoint`."""
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"model must be a torch.nn.Module; found {type(model).__name__}")
-        optimizers, schedulers = _several(optimizer), _several(scheduler)
-        scalers = () if scaler is None else (scaler,)
-        if len(set(map(id, optimizers))) < len(optimizers):
-            raise ValueError(f"found an optimizer twice among {len(optimizers)}: give each of them once")
-        for one in optimizers:
-            if not isinstance(one, Optimizer):
-                raise TypeError(
-                    f"optimizer must be a torch.optim.Optimizer, or several; found {type(one).__name__} "
-                    f"(there are scheduler=, scaler= and, for what JSON can hold, extra={{…}})"
-                )
-        for one in (*schedulers, *scalers):
-            is_class = isinstance(one, type)
-            if is_class or isinstance(one, Optimizer | nn.Module) or not hasattr(one, "load_state_dict"):
-                found = f"the class {one.__name__}" if is_class else type(one).__name__
-                raise TypeError(
-                    "scheduler and scaler must be objects with state_dict and load_state_dict, and no model "
-                    f"or optimizer; found {found}"
-                )
-        tables = dict(named_tables(model))
-        known = {id(table) for table in tables.values()}
-        for one in optimizers:
-            if getattr(one, "_averages_in_model", False):
-                raise FlatbedError(
-                    "the model holds averaged weights (`with ema_weights()`): save and load its checkpoint "
-                    "outside of the block. Without the optimizer, the averages can be saved there"
-                )
-            for param in (p for group in one.param_groups for p in group["params"]):
-                if isinstance(param, Table) and id(param) not in known:
-                    raise FlatbedError(
-                        f"{type(one).__name__} has a table that is not in the model ({param!r}): pass a "
-                        "module that holds all of them, nn.ModuleList([model, embedding]) for example"
-                    )
-        return Training(model, optimizers, schedulers, scalers, tables)
-
 
 _lock_files: dict[int, Any] = {}
 """The lock file of the last save of each thread. It is closed unless that save is going on."""
-
-
-def _several(given: Any) -> tuple[Any, ...]:
-    if given is None:
-        return ()
-    return tuple(given) if isinstance(given, Iterable) and not isinstance(given, Mapping) else (given,)
 
 
 def save_checkpoint(
