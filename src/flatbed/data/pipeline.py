@@ -383,14 +383,7 @@ class PrefetchIterator(Iterator[Any]):
             taken = self._take_batches()
             if self._decisions is not None:
                 stream = torch.cuda.current_stream(self._decisions.device_index)
-                earlier_steps = self._earlier_steps
-                if pipeline.threads:  # loader threads wait for it later
-                    earlier_steps = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call,unused-ignore]
-                earlier_steps.record(stream)  # after the memory of batches was allocated in this stream
-                self._decisions.wait_event(earlier_steps)
-                self._streams.setdefault(stream.stream_id, stream)
-                for other in self._streams.values() if len(self._streams) > 1 else ():
-                    self._decisions.wait_stream(other)
+                earlier_steps = self._wait_for_steps(self._decisions, stream)
             finished.clear()
             if taken:
                 with self._in_decisions:
@@ -400,18 +393,8 @@ class PrefetchIterator(Iterator[Any]):
                 self._raise_end()
             if pipeline.ranks is not None:
                 pipeline.ranks.take_batch()
-            pending = pipeline.in_use = pipeline.batches_ahead.popleft()
-            assert pending.moved is not None
-            if stream is not None:
-                stream.wait_event(pending.ready)
-                if pending.moved.arrived is not None or len(self._streams) > 1:  # memory of another stream
-                    pending.moved.record_stream(stream)
-            for prefetch, request in pending.requests:
-                prefetch.begin(request, stream)
-            batch = pending.moved.batch
-            if pending.moved.has_objects:
-                batch = map_leaves(pipeline.mover.move_object, batch)
-            pending.moved = None  # the loop alone holds the batch, which may be large
+            pipeline.in_use = pipeline.batches_ahead.popleft()
+            batch = self._hand_out(pipeline.in_use, stream)
             if pipeline.threads:
                 pipeline.permit(earlier_steps)
             return batch
@@ -424,6 +407,37 @@ class PrefetchIterator(Iterator[Any]):
             pipeline.is_in_next = False
             if pipeline.is_closed:
                 pipeline.finish_batches()
+
+    def _wait_for_steps(self, decisions: torch.cuda.Stream, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        """Make "decisions" wait for all steps so far; return the event after those in the current stream.
+
+        Memory of batches was allocated in the current stream before.
+        """
+        earlier_steps = self._earlier_steps
+        if self._pipeline.threads:  # loader threads wait for it later
+            earlier_steps = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call,unused-ignore]
+        earlier_steps.record(stream)
+        decisions.wait_event(earlier_steps)
+        self._streams.setdefault(stream.stream_id, stream)
+        for other in self._streams.values() if len(self._streams) > 1 else ():
+            decisions.wait_stream(other)
+        return earlier_steps
+
+    def _hand_out(self, pending: PendingBatch, stream: torch.cuda.Stream | None) -> Any:
+        """Return a batch for the loop, whose stream waits for it. Lookups find its prefetched rows now."""
+        moved = pending.moved
+        assert moved is not None
+        if stream is not None:
+            stream.wait_event(pending.ready)
+            if moved.arrived is not None or len(self._streams) > 1:  # memory of another stream
+                moved.record_stream(stream)
+        for prefetch, request in pending.requests:
+            prefetch.begin(request, stream)
+        batch = moved.batch
+        if moved.has_objects:
+            batch = map_leaves(self._pipeline.mover.move_object, batch)
+        pending.moved = None  # the loop alone holds the batch, which may be large
+        return batch
 
     def _raise_end(self) -> NoReturn:
         """Raise the error of the loader, or end the loop."""
