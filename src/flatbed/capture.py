@@ -184,11 +184,13 @@ class CapturedStep:
             return self._run_without_graph(leaves, structure)
         for static, leaf in zip(self._inputs, leaves, strict=True):
             static.copy_(leaf, non_blocking=True)
-        before = self._built_from
-        self._built_from = _fingerprint(self._noted, self._optimizers, self._outside)
+        built_from = _fingerprint(self._noted, self._optimizers, self._outside)
+        is_current = built_from == self._built_from
+        if not is_current:
+            self._graph = None  # first: Control-C may come after any line
+        self._built_from = built_from
         if self._n_warm_ups < WARM_UP:
             return self._warm_up(leaves)
-        is_current = before == self._built_from
         n_dropped = sum(_GRAD.__get__(p) is None for p in self._outside)
         if n_dropped and not self._optimizers:
             is_current, self._n_dropped = False, self._n_dropped + 1
