@@ -51,6 +51,19 @@ def test_doctor_models_a_table_on_many_gpus() -> None:
     assert "this machine" in run(app, ["doctor", "--rows", "1000"]).stdout
 
 
+@pytest.mark.parametrize("option", ["--table-gb", "--rows", "--dim", "--ranks", "--ids", "--hit-rate"])
+def test_wrong_numbers_are_usage_errors(option: str) -> None:
+    others = [] if option in ("--table-gb", "--rows") else ["--rows", "1e6"]
+    for number in ("inf", "-inf", "nan", "1e400", "1e308", "-1", "9" * 400, "", "many"):
+        result = run(app, ["doctor", *others, option, number], env={"COLUMNS": "500"})
+        assert (result.exit_code, f"Invalid value for '{option}'" in result.output) == (2, True), number
+
+
+def test_a_path_that_the_system_refuses() -> None:
+    result = run(app, ["check", "a" * 300])
+    assert (result.exit_code, "File name too long" in result.output) == (1, True)
+
+
 def test_help_and_version_do_not_import_torch() -> None:
     code = (
         "import sys, flatbed_command as command; "

@@ -17,6 +17,9 @@ from flatbed.word2vec.commands import neighbors, word2vec
 if TYPE_CHECKING:
     from flatbed.doctor import Finding
 
+MOST = 10**18
+"""Greatest size in an option of `flatbed doctor`: far beyond any table, with products that fp64 can hold."""
+
 app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
 app.command()(word2vec)
 app.command()(neighbors)
@@ -36,7 +39,7 @@ def check(
 
     try:
         typer.echo(check_path(path.absolute(), forget=forget))
-    except FlatbedError as error:
+    except (FlatbedError, OSError) as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from None
 
@@ -46,15 +49,22 @@ def doctor(
     context: typer.Context,
     table_gb: Annotated[
         float | None,
-        typer.Option(min=0.001, help="Say where a table of this size, with its optimizer state, fits."),
+        typer.Option(
+            min=0.001, max=MOST, help="Say where a table of this size, with its optimizer state, fits."
+        ),
     ] = None,
     rows: Annotated[
-        float | None, typer.Option(min=1, help="Model a table of so many rows, 6.5e9 for example, instead.")
+        float | None,
+        typer.Option(min=1, max=MOST, help="Model a table of so many rows, 6.5e9 for example, instead."),
     ] = None,
-    dim: Annotated[int, typer.Option(min=1, help="Weights in each row of that table, in fp32.")] = 128,
+    dim: Annotated[
+        int, typer.Option(min=1, max=MOST, help="Weights in each row of that table, in fp32.")
+    ] = 128,
     optimizer: Annotated[str, typer.Option(help="Its optimizer, a class of flatbed.optim.")] = "adam",
-    ranks: Annotated[int, typer.Option(min=1, help="GPUs that share its rows, 8 on each host.")] = 1,
-    ids: Annotated[int, typer.Option(min=1, help="Ids that each rank looks up per step.")] = 65_536,
+    ranks: Annotated[
+        int, typer.Option(min=1, max=MOST, help="GPUs that share its rows, 8 on each host.")
+    ] = 1,
+    ids: Annotated[int, typer.Option(min=1, max=MOST, help="Ids that each rank looks up per step.")] = 65_536,
     hit_rate: Annotated[
         float, typer.Option(min=0.0, max=1.0, help="Share of the rows that are in caches; skewed ids: 0.9.")
     ] = 0.0,

@@ -130,6 +130,11 @@ def test_lines_instead_of_a_bar(text: Path, tmp_path: Path, monkeypatch: pytest.
         (["TEXT", "--checkpoint", "TEXT"], "is a file"),
         (["TEXT", "--encoding", "latin1000"], "unknown encoding"),
         (["TEXT", "--also", "TEXT"], "--also needs n-grams: give --buckets"),
+        (["TEXT", "--window", "1001"], "window must be at most 1000, since longer sentences are split"),
+        (["TEXT", "--cache-rows", "-1"], "cache_rows must be at least 0"),
+        (["TEXT", "--lr", "1e308"], r"lr must be at least 0, and less than 2**63; found 1e+308"),
+        (["TEXT", "--buckets", "9" * 20], "buckets must be at least 0, and less than 2**63"),
+        (["TEXT", "--subsample", "nan"], "subsample must be at least 0"),
     ],
 )
 def test_wrong_options(arguments: list[str], match: str, text: Path, tmp_path: Path) -> None:

@@ -171,6 +171,11 @@ def test_ngrams_are_those_of_a_plain_loop(words: list[str], lengths: tuple[int, 
     ]
 
 
+def test_ngrams_are_not_longer_than_words() -> None:
+    found, same = (make_bags(["ab", "c"], 10, lengths) for lengths in ((2, 4), (2, 10**18)))
+    assert found.rows.tolist() == same.rows.tolist()
+
+
 def test_inputs_of_a_batch_with_ngrams() -> None:
     corpus = random_corpus(30, 1000)
     (plain,) = sampled(corpus, batch_words=100)

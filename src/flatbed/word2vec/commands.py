@@ -103,11 +103,12 @@ def word2vec(
     files = files or []
     checkpoint = checkpoint or Path(f"{out}.checkpoint")
     plots = (out.with_suffix(".loss.png"), out.with_suffix(".map.png")) if pictures else ()
-    with _errors():
+    with _errors(code=2):
         defaults = {"threads": min(torch.get_num_threads(), MOST_THREADS)}
         settings = _settings(options, defaults if files else defaults | LIBRARY_DEFAULTS)
         if also is not None and not settings.buckets:
             raise ValueError("--also needs n-grams: give --buckets, 1000000 for example")
+    with _errors():
         with _printed_warnings():
             further = [] if also is None else read_corpus(also, encoding=encoding).words
         _check_outputs([*files, also] if also else files, out, plots)

@@ -63,7 +63,7 @@ def make_bags(
     own = np.arange(len(words) if n_known is None else 0)
     first_bucket = len(words) if n_known is None else n_known
     ngram_words, ngram_rows = [own], [own]
-    for length in range(1, lengths[1] + 1):
+    for length in range(1, min(lengths[1], sizes.max()) + 1):
         begins = np.flatnonzero(n_left >= length)
         hashes[begins] = (hashes[begins] ^ text[begins + length - 1]) * FNV_PRIME
         if length >= lengths[0]:

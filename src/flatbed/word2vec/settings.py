@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import torch
 
 from flatbed import FlatbedError, optim
+from flatbed.word2vec.corpus import LONGEST_SENTENCE
 
 STORAGES = ("host", "device", "disk")
 UNSUITED = {getattr(torch.optim, name, None) for name in ("Optimizer", "LBFGS", "Muon", "Adafactor")}
@@ -88,13 +89,17 @@ class Settings:
     threads: Annotated[int, "Threads on a CPU. The result's bits depend on it."] = 1
 
     def __post_init__(self) -> None:
-        least = dict.fromkeys(
-            ("dim", "window", "negatives", "min_count", "epochs", "batch_words", "threads"), 1
-        )
-        for name, bound in {**least, "seed": 0, "buckets": 0, "subsample": 0, "lr": 0}.items():
+        ones = ("dim", "window", "negatives", "min_count", "epochs", "batch_words", "threads")
+        zeros = ("seed", "buckets", "subsample", "lr", "cache_rows")
+        for name, bound in (dict.fromkeys(ones, 1) | dict.fromkeys(zeros, 0)).items():
             value = getattr(self, name)
-            if value is not None and not bound <= value < math.inf:
-                raise ValueError(f"{name} must be at least {bound}; found {value}")
+            if value is not None and not bound <= value < 2**63:
+                raise ValueError(f"{name} must be at least {bound}, and less than 2**63; found {value}")
+        if self.window > LONGEST_SENTENCE:
+            raise ValueError(
+                f"window must be at most {LONGEST_SENTENCE}, since longer sentences are split; "
+                f"found {self.window}"
+            )
         if self.storage not in STORAGES:
             raise ValueError(f"storage must be one of {', '.join(STORAGES)}; found {self.storage!r}")
         if (self.path is not None) != (self.storage == "disk"):
