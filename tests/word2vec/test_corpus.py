@@ -67,6 +67,16 @@ def test_blocks_of_a_file_cut_neither_words_nor_lines(
     assert seen[-1][0] == seen[-1][1] == sum(file.stat().st_size for file in tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("space", ["", "\t", "\u3000", "  "])
+def test_long_lines_are_read_in_parts(space: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any white space ends a word. Of longer words than a block, each part is a word."""
+    monkeypatch.setattr("flatbed.word2vec.corpus.READ_CHARS", 8)
+    (tmp_path / "t.txt").write_text(space.join(["abcdefgh"] * 100), encoding="utf-8")
+    found = [word for words in text(read_corpus(tmp_path / "t.txt")) for word in words]
+    assert "".join(found) == "abcdefgh" * 100
+    assert {len(word) for word in found} == {8 if space else 16}
+
+
 def test_encodings(tmp_path: Path) -> None:
     file = tmp_path / "t.txt"
     file.write_text("café caf café\n", encoding="latin-1")

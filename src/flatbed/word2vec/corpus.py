@@ -145,7 +145,7 @@ def read_corpus(
 
 
 def _lines(files: Sequence[Path], codec: str, progress: ReadProgress | None) -> Iterator[list[str]]:
-    """Yield the words of each line. A line that does not end is yielded in parts."""
+    """Yield the words of each line. Lines and words that are longer than a block are yielded in parts."""
     sizes = [file.stat().st_size for file in files]
     n_done = 0
     for file, size in zip(files, sizes, strict=True):
@@ -160,9 +160,10 @@ def _lines(files: Sequence[Path], codec: str, progress: ReadProgress | None) -> 
                 *lines, rest = (rest + block).split("\n")
                 yield from map(str.split, lines)
                 if len(rest) > READ_CHARS:
-                    cut = rest.rfind(" ") + 1  # the last word may continue in the next block
-                    yield rest[:cut].split()
-                    rest = rest[cut:]
+                    words = rest.split()
+                    may_continue = not rest[-1].isspace() and len(words[-1]) <= READ_CHARS
+                    rest = words.pop() if may_continue else ""
+                    yield words
                 if progress is not None:
                     progress(n_done + binary.tell(), sum(sizes))
             yield rest.split()
