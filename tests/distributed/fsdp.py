@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import operator
+import pickle
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -304,6 +306,25 @@ def pipeline_stages(_: Path) -> None:
     assert torch.equal(before, layer.weight), "an overflow of one stage stops all"
 
 
+def copied_pipeline_stages(_: Path) -> None:
+    """A copy has the same process group; pickles say what to do."""
+    layer = nn.Linear(3, 3 + dist.get_rank())
+    options = {"lr": 0.1, "max_norm": 0.5}
+    optimizer = flatbed.optim.Adam(layer, norm_group=dist.new_group(), **options)
+    twin = copy.deepcopy((layer, optimizer))
+    for step in range(2):
+        for model, owner in ((layer, optimizer), twin):
+            model(torch.ones(1, 3)).mul(step + 1).sum().backward()
+            owner.step()
+            owner.zero_grad()
+    assert torch.equal(layer.weight, twin[0].weight)
+    assert torch.equal(optimizer.grad_norm, twin[1].grad_norm)
+    assert_raises(lambda: pickle.dumps(optimizer), "norm_group", "save optimizer.state_dict() instead")
+    sharded = flatbed.optim.Adam([nn.Parameter(torch.ones(2))], shard_state=dist.group.WORLD)
+    assert_raises(lambda: pickle.dumps(sharded), "shard_state", "save optimizer.state_dict() instead")
+    copy.deepcopy(sharded)
+
+
 def scaled_pipeline_stages(_: Path) -> None:
     """Loss scaling with stages without gradients, and with stages on several meshes."""
     rank = dist.get_rank()
@@ -505,7 +526,13 @@ def bad_input(_: Path) -> None:
 
 SCENARIOS = [
     *(every_optimizer_is_that_of_plain_shards, steps_are_torchs, norms_are_those_of_whole_gradients),
-    *(norms_of_large_shards, collectives_are_for_norms_only, pipeline_stages, scaled_pipeline_stages),
+    *(
+        norms_of_large_shards,
+        collectives_are_for_norms_only,
+        pipeline_stages,
+        copied_pipeline_stages,
+        scaled_pipeline_stages,
+    ),
     averages,
     *(overflow_on_one_rank, overflow_on_one_mesh),
     *(other_ways_to_train, sums_that_are_not_reduced, parameters_replaced_by_a_framework, bad_input),

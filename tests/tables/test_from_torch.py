@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -213,6 +214,23 @@ class OtherOptions(optim.Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 p.add_(p.grad * sum(group["betas"]), alpha=group["alpha"])
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
+def test_copies_train_on_by_themselves(copied: Any) -> None:
+    model = nn.Sequential(flatbed.Embedding(9, 3), nn.Linear(3, 2))
+    optimizer = from_torch(optim.Rprop, model, lr=0.1, max_norm=5.0)
+
+    def train(model: nn.Module, optimizer: optim.Optimizer) -> Tensor:
+        model(torch.tensor([1, 2, 2])).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return model(torch.arange(9)).detach()
+
+    train(model, optimizer)
+    twin, its_optimizer = copied((model, optimizer))
+    for _ in range(2):
+        assert torch.equal(train(model, optimizer), train(twin, its_optimizer))
 
 
 def test_a_class_checks_its_own_options() -> None:

@@ -35,20 +35,17 @@ class StateSharding:
 
     def __init__(self, ranks: Any) -> None:
         """Take True for all ranks, a process group, or a mesh of one dimension."""
-        self._given = ranks
+        self.given = ranks
         self._mesh: DeviceMesh | None = None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> StateSharding:
-        return self  # process groups cannot be copied
 
     def mesh_of(self, device: torch.device) -> DeviceMesh:
         """Return the mesh of the ranks, whose collectives run on this kind of device."""
         from torch.distributed.device_mesh import DeviceMesh
 
-        if isinstance(self._given, DeviceMesh):
-            return self._given
+        if isinstance(self.given, DeviceMesh):
+            return self.given
         if self._mesh is None:
-            group: Any = dist.group.WORLD if self._given is True else self._given
+            group: Any = dist.group.WORLD if self.given is True else self.given
             self._mesh = DeviceMesh.from_group(group, device.type)
         return self._mesh
 

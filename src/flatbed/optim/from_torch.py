@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -261,6 +261,37 @@ class TorchRule:
         return state
 
 
+class OfTorch(Optimizer):
+    """The base of the classes that `from_torch` makes. Pickles have what to make the class of."""
+
+    _torch: ClassVar[TorchRule]
+
+    def __reduce__(self) -> Any:
+        return _unpickled, (self._torch.kind, self._torch.options), self.__getstate__()
+
+
+def _unpickled(kind: type[torch.optim.Optimizer], options: dict[str, Any]) -> Optimizer:
+    made = _class_of(kind, options)
+    return made.__new__(made)
+
+
+def _class_of(kind: type[torch.optim.Optimizer], options: dict[str, Any]) -> type[OfTorch]:
+    found = probe_state(kind, options)
+    reference = TorchRule(kind, options, found)
+    rule = Rule(
+        hyperparameters=(),
+        state=dict.fromkeys(found.tensors),
+        # `_seen`: this parameter or row has had a step. `_begun`: this parameter or table has.
+        scalars=("_seen", "_begun", *found.numbers),
+        reference=reference,
+        initial={name: first for name, first in found.tensors.items() if first is not None},
+        row_scalars={"_seen": None} if found.rows_are_new else {},
+        handles_maximize=True,
+    )
+    about = {"_rule": rule, "_torch": reference, "__module__": __name__, "__doc__": kind.__doc__}
+    return type(kind.__name__, (OfTorch,), about)
+
+
 def from_torch(kind: type[torch.optim.Optimizer], params: ParamsT, **options: Any) -> Optimizer:
     """Train tables (and other parameters) with any optimizer class of torch that updates elementwise.
 
@@ -284,17 +315,6 @@ def from_torch(kind: type[torch.optim.Optimizer], params: ParamsT, **options: An
     if kind is torch.optim.SparseAdam:
         raise FlatbedError("SparseAdam takes sparse gradients; use flatbed.optim.SparseAdam for tables")
     extras = {name: options.pop(name) for name in list(options) if name in Extras.__annotations__}
-    found = probe_state(kind, options)
-    rule = Rule(
-        hyperparameters=(),
-        state=dict.fromkeys(found.tensors),
-        # `_seen`: this parameter or row has had a step. `_begun`: this parameter or table has.
-        scalars=("_seen", "_begun", *found.numbers),
-        reference=TorchRule(kind, options, found),
-        initial={name: first for name, first in found.tensors.items() if first is not None},
-        row_scalars={"_seen": None} if found.rows_are_new else {},
-        handles_maximize=True,
-    )
-    made = type(kind.__name__, (Optimizer,), {"_rule": rule, "__module__": __name__, "__doc__": kind.__doc__})
-    optimizer: Optimizer = made(params, found.defaults, **extras)
+    made = _class_of(kind, options)
+    optimizer: Optimizer = made(params, made._torch.found.defaults, **extras)
     return optimizer

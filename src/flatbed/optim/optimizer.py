@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import weakref
 from collections.abc import Callable, Iterator
@@ -10,6 +11,7 @@ from dataclasses import asdict, replace
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
@@ -231,6 +233,24 @@ class Optimizer(torch.optim.Optimizer):
         names = ("_options", "_norm_group", "_state_sharding", "_stats")
         own = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         return {**super().__getstate__(), **own}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Optimizer:
+        for shared in (self._norm_group, self._state_sharding):
+            memo[id(shared)] = shared  # process groups cannot be copied
+        made = memo[id(self)] = type(self).__new__(type(self))
+        made.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        given = None if self._state_sharding is None else self._state_sharding.given
+        if any(
+            group is not None and isinstance(group, dist.ProcessGroup) for group in (self._norm_group, given)
+        ):
+            raise FlatbedError(
+                f"{type(self).__name__} has a process group (norm_group or shard_state), which cannot be "
+                f"pickled: save optimizer.state_dict() instead, and build the optimizer again"
+            )
+        return super().__reduce_ex__(protocol)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._reset()
