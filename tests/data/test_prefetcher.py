@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import signal
 import sys
 import threading
@@ -283,6 +285,16 @@ def test_a_generator_is_read_once_if_it_fails() -> None:
 
 
 # ---- pin
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
+def test_copies_begin_anew(copied: Any) -> None:
+    emb = flatbed.Embedding(ROWS, 2)
+    prefetcher = Prefetcher(batches(5), {emb: "items"})
+    next(iter(prefetcher))
+    twin, of_twin = copied((emb, prefetcher))
+    assert [first(batch) for batch in of_twin] == list(range(5))
+    assert [*of_twin._selectors] == [twin.table]
 
 
 @pytest.mark.gpu

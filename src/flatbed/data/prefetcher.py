@@ -121,6 +121,9 @@ class Prefetcher:
         """The device that batches are moved to."""
         return common_device([*self._selectors], self._device)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_previous": None, "_pinned": None}
+
     def __len__(self) -> int:
         return len(self.loader)  # type: ignore[arg-type]
 
