@@ -126,11 +126,30 @@ def mesh_without_one_rank(_: Path) -> None:
     assert_next_optimizer_works(new_mesh())
 
 
-def failed_step_of_shards(_: Path) -> None:
-    """A rank fails before the norm is known; the others wait for its part."""
+def other_order_on_one_rank(_: Path) -> None:
     mesh = new_mesh()
+    kinds = (AdamW, flatbed.optim.SGD)[:: -1 if is_odd() else 1]
+    found = message_of(lambda: [kind(shards(mesh), lr=0.1) for kind in kinds])
+    assert "the class of the optimizer differs between ranks: rank 0 has AdamW, rank 1 has SGD" in found
+
+
+def failed_step_of_shards(_: Path) -> None:
+    """A rank fails before the norm is known; the others wait for its part.
+
+    The rank has an optimizer more than the others. A failed step of that is not one of the common optimizer.
+    """
+    mesh = new_mesh()
+    if is_odd():
+        own = whole()
+        own[0].grad = torch.ones(4, 3).to_sparse()
+        assert "sparse" in message_of(AdamW(own).step)
     params = shards(mesh)
     optimizer = AdamW(params, max_norm=1.0)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    if is_odd():
+        time.sleep(2 * ranks.LOOK_AROUND.total_seconds())  # the others look for failures
+    optimizer.step()
     for p in params:
         p.grad = torch.ones(p.shape) if is_odd() else torch.ones_like(p)  # type: ignore[assignment]
     found = message_of(optimizer.step)
@@ -175,7 +194,7 @@ def checkpoint_without_one_rank(folder: Path) -> None:
 
 SCENARIOS = [
     *(whole_parameters_on_one_rank, wrong_argument_on_one_rank, mesh_without_one_rank),
-    *(failed_step_of_sharded_state, checkpoint_without_one_rank),
+    *(failed_step_of_sharded_state, checkpoint_without_one_rank, other_order_on_one_rank),
     failed_step_of_shards,  # last: torch takes meshes of the same ranks for the same, with their collectives
 ]
 

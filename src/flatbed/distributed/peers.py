@@ -1,8 +1,9 @@
 """The other ranks of one optimizer: agreement when it is built, and failures of one rank in a step.
 
 `Meeting` is not enough: a rank without shards does not know that others wait for it, and most steps
-communicate nothing. So ranks leave notes in the store, which others read while they wait. Every rank numbers
-its optimizers, so that notes of different optimizers are not mixed up.
+communicate nothing. So ranks leave notes in the store, which others read while they wait. Notes of different
+optimizers have different keys: before ranks have met, the number of the optimizer on its rank, and then the
+key of the meeting.
 """
 
 from __future__ import annotations
@@ -52,6 +53,8 @@ class Peers:
         self._store, self._rank = default_store(), dist.get_rank()
         self._timeout = self._store.timeout.total_seconds()
         self._is_built = False
+        self._meetings: list[str] = []
+        """Keys of meetings. Each is the same on all of its ranks, however many optimizers they have built."""
         self._n_steps = 0
 
     @staticmethod
@@ -106,13 +109,15 @@ class Peers:
                 return self._absence(ranks, absent(), f"ranks waited for {waited:.0f} s")
             return None
 
-        Meeting(ranks).hold(own, give_up, failure)
+        meeting = Meeting(ranks)
+        meeting.hold(own, give_up, failure)
+        self._meetings.append(meeting.key)
 
     def _absence(self, ranks: Sequence[int], absent: list[int], found: str) -> str:
         return (
             f"ranks {list(ranks)} share shards, a norm or the state of an optimizer; found that rank "
-            f"{', '.join(map(str, absent))} did not build it: {found}. Build the optimizer with the same "
-            f"parameters and options on all of these ranks"
+            f"{', '.join(map(str, absent))} did not build it: {found}. Build the same optimizers in the "
+            f"same order, with the same parameters and options, on all of these ranks"
         )
 
     def tell_whole(self, kind: str, n_params: int) -> None:
@@ -148,16 +153,18 @@ class Peers:
 
     def tell_step_failure(self, error: BaseException) -> None:
         """Tell ranks that wait for this one inside of a step that the step has failed."""
-        leave_note(self._store, f"{self._key}/step/{self._n_steps}", self._rank, reason_of(error))
+        for key in self._meetings:
+            leave_note(self._store, f"{key}/step/{self._n_steps}", self._rank, reason_of(error))
 
     def check_step(self, group: Any) -> None:
         """Raise if another rank of a process group has failed in the present step."""
-        told = self._told(f"step/{self._n_steps}")
-        if told is not None and told[0] in dist.get_process_group_ranks(group):
-            raise FlatbedError(
-                f"rank {told[0]} failed in this step: {told[1]}. Parameters and state may be of different "
-                f"steps on different ranks: load the last checkpoint"
-            )
+        for key in self._meetings:
+            told = read_note(self._store, f"{key}/step/{self._n_steps}")
+            if told is not None and told[0] in dist.get_process_group_ranks(group):
+                raise FlatbedError(
+                    f"rank {told[0]} failed in this step: {told[1]}. Parameters and state may be of "
+                    f"different steps on different ranks: load the last checkpoint"
+                )
 
 
 def wait_in_step(work: Any, group: Any, peers: Peers | None) -> None:

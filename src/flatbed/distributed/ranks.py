@@ -170,15 +170,15 @@ class Meeting:
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self._ranks, self._store = tuple(ranks), default_store()
-        name, self._key = hashlib.sha256(repr(self._ranks).encode()).hexdigest()[:16], ""
-        while not self._key or (Meeting.missed and self._store.check([f"{self._key}/decision"])):
+        name, self.key = hashlib.sha256(repr(self._ranks).encode()).hexdigest()[:16], ""
+        while not self.key or (Meeting.missed and self._store.check([f"{self.key}/decision"])):
             _n_held[self._ranks] += 1
-            self._key = f"flatbed/meeting/{name}/{_n_held[self._ranks]}"
+            self.key = f"flatbed/meeting/{name}/{_n_held[self._ranks]}"
         Meeting.missed = False
 
     def hold(self, statement: Statement, give_up: GiveUp, failure: str | None = None) -> None:
         """Wait for all ranks; raise on all of them if a rank is missing, has failed, or states otherwise."""
-        store, key = self._store, self._key
+        store, key = self._store, self.key
         shown = json.dumps([list(statement), failure])
         digest = hashlib.sha256(shown.encode()).hexdigest()
         store.set(f"{key}/{digest}", shown)  # one text for all ranks that state the same
@@ -197,12 +197,12 @@ class Meeting:
             raise ExchangeError(decision)
 
     def _absent(self) -> list[int]:
-        return [rank for rank in self._ranks if not self._store.check([f"{self._key}/{rank}"])]
+        return [rank for rank in self._ranks if not self._store.check([f"{self.key}/{rank}"])]
 
     def _difference(self) -> str | None:
         """Return what differs between ranks. All of them must be present."""
-        digests = {rank: self._store.get(f"{self._key}/{rank}").decode() for rank in self._ranks}
-        texts = {digest: self._store.get(f"{self._key}/{digest}") for digest in set(digests.values())}
+        digests = {rank: self._store.get(f"{self.key}/{rank}").decode() for rank in self._ranks}
+        texts = {digest: self._store.get(f"{self.key}/{digest}") for digest in set(digests.values())}
         held = {rank: json.loads(texts[digest]) for rank, digest in digests.items()}
         for rank, (_, failure) in held.items():
             if failure is not None:
