@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed import fake_pg
 
 import flatbed
+from flatbed.distributed.dense_shards import ShardGroups
 from tests.cases import build
 from tests.optim.devices import assert_models_equal, is_exact, no_waiting
 from tests.optim.test_dropin import give_grads, pair
@@ -58,6 +60,14 @@ def test_the_norm_of_shards_and_whole_parameters_on_one_rank(where: str) -> None
         torch.testing.assert_close(values.cpu(), torch.tensor([-0.6, -0.8]))
     finally:
         dist.destroy_process_group()
+
+
+def test_ranks_without_gradients_use_the_backend_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process group may have a backend for CPUs and one for GPUs, here in place of the device "meta"."""
+    used: list[str] = []
+    monkeypatch.setattr(dist, "all_gather", lambda parts, own, **_: used.append(own.device.type))
+    ShardGroups([], SimpleNamespace(size=lambda: 2), device=torch.device("meta")).total([])
+    assert used == ["meta"]
 
 
 def test_small_parameters_between_large_ones_are_clipped_together() -> None:

@@ -23,6 +23,7 @@ from flatbed.kernels.step import ParamSlot, in_order
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+CPU = torch.device("cpu")
 LOCAL = attrgetter("_local_tensor")
 
 
@@ -203,11 +204,21 @@ class ShardGroups:
     """
 
     def __init__(
-        self, shardings: Iterable[Sharding | None], norm_group: Any = None, peers: Peers | None = None
+        self,
+        shardings: Iterable[Sharding | None],
+        norm_group: Any = None,
+        peers: Peers | None = None,
+        device: torch.device = CPU,
     ) -> None:
+        """Take the sharding of each parameter, and a device of this rank's parameters: a GPU if there is one.
+
+        A process group may have a backend for GPUs and one for CPUs. All ranks must use the same, whether or
+        not they have gradients.
+        """
         self._peers = peers
+        self._device = device
         self._classes: dict[Any, int] = {None: 0}
-        gathers: dict[Any, list[int]] = {}
+        gathers: dict[tuple[Any, torch.device], list[int]] = {}
         for sharding in shardings:
             key = _class_key(sharding)
             if sharding is None or key in self._classes:
@@ -215,9 +226,11 @@ class ShardGroups:
             self._classes[key] = index = len(self._classes)
             for dim in sharding.mesh_dims:
                 if sharding.mesh.size(dim) > 1:
-                    gathers.setdefault(sharding.mesh.get_group(dim), []).append(index)
-        self._gathers = [(group, _as_slice(classes)) for group, classes in gathers.items()]
-        """Process groups, and for each the classes whose sums its ranks have to add up."""
+                    kind = sharding.mesh.device_type
+                    its_device = device if device.type == kind else torch.device(kind)
+                    gathers.setdefault((sharding.mesh.get_group(dim), its_device), []).append(index)
+        self._gathers = [(*group, _as_slice(classes)) for group, classes in gathers.items()]
+        """Process groups with the device of their meshes, and the classes whose sums their ranks add up."""
         self._norm_group = norm_group if norm_group is not None and norm_group.size() > 1 else None
 
     @property
@@ -234,13 +247,12 @@ class ShardGroups:
 
         `squares` has a vector for each stepper and class. The sum of a vector is the sum of this rank.
         """
-        device = self._device(squares)
-        vector = torch.zeros(len(self._classes), dtype=torch.float64, device=device)
+        vector = torch.zeros(len(self._classes), dtype=torch.float64, device=self._device)
         for held in squares:
             for index, values in held.items():
-                vector[index] += values.to(device).sum()
-        for group, classes in self._gathers:
-            vector[classes] = self._gather(vector[classes], group).sum(0)
+                vector[index] += values.to(self._device).sum()
+        for group, device, classes in self._gathers:
+            vector[classes] = self._gather(vector[classes].to(device), group).sum(0).to(self._device)
         if self._norm_group is not None:
             vector = self._gather(vector.sum().reshape(1), self._norm_group).flatten()
         return vector
@@ -248,10 +260,10 @@ class ShardGroups:
     def any(self, flag: Tensor) -> Tensor:
         """Return the largest value of a flag over all ranks."""
         found = flag.detach().to(torch.float32).reshape(1)
-        for group in (*(group for group, _ in self._gathers), self._norm_group):
+        for group, device, _ in (*self._gathers, (self._norm_group, self._device, None)):
             if group is not None:
-                found = self._gather(found, group).amax(0)
-        return found
+                found = self._gather(found.to(device), group).amax(0)
+        return found.to(flag.device)
 
     def _gather(self, own: Tensor, group: Any) -> Tensor:
         """Return the vectors of all ranks of a group, in rank order."""
@@ -261,14 +273,6 @@ class ShardGroups:
         if on_cpu:
             wait_in_step(work, group, self._peers)
         return gathered
-
-    def _device(self, squares: Sequence[dict[int, Tensor]]) -> torch.device:
-        """Return the device of sums: a GPU if there is one."""
-        found = [values.device for held in squares for values in held.values()]
-        if found:
-            return next((device for device in found if device.type != "cpu"), found[0])
-        backend = str(dist.get_backend())
-        return torch.device("cpu" if "gloo" in backend or "fake" in backend else "cuda")
 
 
 def _as_slice(indices: list[int]) -> slice | list[int]:

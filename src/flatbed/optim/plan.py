@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from flatbed.cuda.streams import is_capturing
 from flatbed.distributed.dense_shards import (
+    CPU,
     LOCAL,
     LocalGrads,
     ShardGroups,
@@ -263,7 +264,9 @@ def build_plan(
             "take one eager step before the capture, with gradients for all parameters that are to be "
             "trained: state and tables would be made inside the graph, and again at every replay"
         )
-    shard_groups = ShardGroups(map(Sharding.of, params), optimizer._norm_group, optimizer._peers)
+    devices = (p.device for group in groups for p in group["params"])
+    device = next((device for device in devices if device.type not in ("cpu", "meta")), CPU)
+    shard_groups = ShardGroups(map(Sharding.of, params), optimizer._norm_group, optimizer._peers, device)
     slots = build_slots(optimizer, early, loaded=loaded, copies_weights=copies_weights)
     by_device: dict[torch.device, list[ParamSlot]] = {}
     for slot in slots:
