@@ -103,6 +103,21 @@ def test_nothing_is_freed_and_nobody_waits_during_a_capture(monkeypatch: pytest.
     assert freed == [2, 1]
 
 
+def test_nothing_is_freed_while_a_step_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By other threads, whose streams capture nothing."""
+    freed: list[int] = []
+    monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: nullcontext())
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(graphs, "stream_for", mock.Mock())
+    other = threading.Thread(target=host_memory.free_after_captures, args=(lambda: freed.append(1),))
+    with graphs.capture_step(mock.Mock(), torch.device("cuda", 0)):
+        other.start()
+        other.join()
+        assert not freed
+    host_memory.free_after_captures(lambda: None)
+    assert freed == [1]
+
+
 @pytest.mark.parametrize(
     ("device", "backend", "settings", "expected"),
     [

@@ -25,6 +25,7 @@ from flatbed.cuda.driver import Driver, DriverError
 from flatbed.kernels import cache as decisions
 from flatbed.kernels._triton import cache as kernels
 from flatbed.kernels._triton import decision_graphs
+from flatbed.tables import row_store
 from flatbed.tables.cache import gpu, host_copy
 from flatbed.tables.cache.base import LookupBatch
 from flatbed.tables.grads import RowGrads, merge_grads
@@ -1045,3 +1046,21 @@ class TestOrder:
                 return simulate(patch, seed, is_ordered=name is not None).conflicts() > 0
 
         assert any(map(has_conflicts, range(10)))
+
+
+def test_a_thread_that_makes_a_cache_waits_for_its_own_stream_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loader thread may make one while the user captures a CUDA graph, which waiting for the GPU ends."""
+    emb = flatbed.Embedding(9, 2, storage="disk", path=tmp_path / "table", cache_rows=4, device="cpu")
+    store, stream = emb.table._store, mock.Mock()
+    store.ensure_layout()
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "device", torch.device("cuda", 0))
+        patch.setattr(row_store, "is_capturing", lambda device: False)
+        patch.setattr(row_store, "build_cache", lambda *_, **__: mock.Mock())
+        patch.setattr(row_store, "synchronize", mock.Mock(side_effect=AssertionError))
+        patch.setattr(torch.cuda, "current_stream", lambda device: stream)
+        assert store.ensure_cache(2) is not None
+        stream.synchronize.assert_called_once_with()
+        store.cache = None

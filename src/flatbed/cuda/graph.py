@@ -19,7 +19,7 @@ import torch
 
 from flatbed.cuda.driver import Driver, driver
 from flatbed.cuda.host_memory import free_after_captures, unless_forked
-from flatbed.cuda.streams import capture_lock, relaxed_capture, stream_for
+from flatbed.cuda.streams import capture_lock, captured_steps, relaxed_capture, stream_for
 
 SWITCH = "FLATBED_PREFETCH_GRAPHS"
 MODE = "thread_local"
@@ -82,6 +82,7 @@ def capture_step(graph: torch.cuda.CUDAGraph, device: torch.device) -> Iterator[
     After an error, torch's random generator and allocator work as before.
     """
     pool, stream = torch.cuda.graph_pool_handle(), stream_for(device, "captures")
+    captured_steps.append(graph)
     try:
         with (
             _no_garbage_collection(),
@@ -91,6 +92,8 @@ def capture_step(graph: torch.cuda.CUDAGraph, device: torch.device) -> Iterator[
     except RuntimeError:
         _forget_capture(pool, stream)
         raise
+    finally:
+        captured_steps.remove(graph)
 
 
 def _forget_capture(pool: Any, stream: torch.cuda.Stream) -> None:

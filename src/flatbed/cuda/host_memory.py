@@ -20,7 +20,7 @@ from torch import Tensor
 
 from flatbed.cuda import driver as cuda_driver
 from flatbed.cuda.driver import DriverError
-from flatbed.cuda.streams import capture_lock
+from flatbed.cuda.streams import capture_lock, captured_steps
 from flatbed.errors import FlatbedError
 from flatbed.progress import progress
 
@@ -257,7 +257,9 @@ def free_after_captures(release: Callable[[], object]) -> None:
 def _free_postponed() -> None:
     """Free memory, unless a CUDA graph is being captured: freeing would invalidate it."""
     has_started = bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call,unused-ignore]
-    if capture_lock.locked() or (has_started and torch.cuda.is_current_stream_capturing()):
+    # Captures of the user are seen in their own thread alone.
+    is_captured = has_started and torch.cuda.is_current_stream_capturing()
+    if capture_lock.locked() or captured_steps or is_captured:
         return
     while _postponed:
         _postponed.pop()()

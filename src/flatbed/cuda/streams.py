@@ -133,6 +133,8 @@ class OrderedLock:
 
 capture_lock = threading.Lock()
 """Held while the package captures a graph (`cuda.graph`): no thread may wait for the whole GPU then."""
+captured_steps: list[object] = []
+"""Steps that `flatbed.capture` captures now. Nothing is freed meanwhile, which waits for the whole GPU."""
 
 
 def synchronize(device: torch.device) -> None:

@@ -511,7 +511,8 @@ class RowStore:
                 self.drop_cache()
                 self.cache = build_cache(storage, n_slots, policy=config.cache_policy, device=device)
                 if device.type == "cuda":  # other streams use it without an event
-                    synchronize(device)
+                    # Not the whole GPU: this may be a loader thread, while the user captures a CUDA graph.
+                    torch.cuda.current_stream(device).synchronize()
             self._cache_serves = sys.maxsize if config.is_cache_sized else n_needed
             return self.cache
 
