@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import nn, optim
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -35,6 +35,8 @@ from tests.optim.test_dropin import give_grads
         ({"differentiable": True}, ValueError, r"torch\.optim"),
         ({"max_norm": -1.0}, ValueError, r"max_norm.*-1\.0"),
         ({"max_norm": math.nan}, ValueError, "max_norm.*nan"),
+        ({"max_norm": 0.0}, ValueError, r"max_norm.*None.*found 0\.0"),  # frameworks switch clipping off so
+        ({"max_norm": True}, ValueError, "max_norm.*found True"),
         ({"ema_decay": 1.0}, ValueError, r"ema_decay.*1\.0"),
         ({"state_dtype": torch.int8}, ValueError, "state_dtype.*int8"),
         ({"state_dtype": torch.float16}, ValueError, "state_dtype.*float16"),
@@ -64,6 +66,16 @@ def test_a_bad_group_is_not_added() -> None:
         with pytest.raises(ValueError, match=found):
             optimizer.add_param_group(group)
         assert len(optimizer.param_groups) == 1
+
+
+def test_a_misspelt_hyperparameter_of_a_group_warns() -> None:
+    """Groups may have keys of the user's, as in torch."""
+    first, second, third = (nn.Parameter(torch.zeros(3)) for _ in range(3))
+    with pytest.warns(UserWarning, match=r"'weight_deacy'.*weight_decay"):
+        optimizer = flatbed.optim.AdamW([{"params": [first], "weight_deacy": 0.0}])
+    optimizer.add_param_group({"params": [second], "name": "head", "lr_scale": 0.1, "layer_id": 3})
+    optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=5)
+    optimizer.add_param_group({**optimizer.param_groups[1], "params": [third]})
 
 
 def test_lazy_parameters_are_trained_once_they_have_a_shape() -> None:

@@ -151,6 +151,7 @@ class Optimizer(torch.optim.Optimizer):
             finally:
                 del self.param_groups[n_before:]
             raise
+        checks.warn_of_misspelt(type(self), param_group, self.defaults)
         if self._owns_tables:
             self._own_tables(n_before)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import numbers
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -143,6 +145,15 @@ def check_known(kind: type, extras: Iterable[str]) -> None:
         raise TypeError(f"{kind.__name__} has no option {unknown}; it has {known}")
 
 
+def warn_of_misspelt(kind: type, group: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+    """Warn of keys that are nearly those of hyperparameters. Others may be the user's, as in torch."""
+    for key in group.keys() - defaults.keys() - {"params", "param_names"}:
+        if near := difflib.get_close_matches(key, defaults, n=1, cutoff=0.85):
+            warnings.warn(
+                f"{kind.__name__} does not read {key!r} of a param group: is it {near[0]}?", stacklevel=4
+            )
+
+
 def check_no_extras(options: StepOptions, group: Mapping[str, Any]) -> None:
     """Raise if a param group has options of the whole optimizer, unless a wrapper has copied them there."""
     for name in Extras.__annotations__:
@@ -173,9 +184,13 @@ def check_options(options: StepOptions) -> None:
 
 
 def check_max_norm(max_norm: Any) -> None:
-    """Raise if a value is not a norm. Zero is allowed, as in torch. Infinity only measures the norm."""
-    if max_norm is not None and not (isinstance(max_norm, numbers.Real) and float(max_norm) >= 0):
-        raise ValueError(f"max_norm must be a number ≥ 0, or None for no clipping; found {max_norm!r}")
+    """Raise if a value is not a norm. Infinity only measures the norm.
+
+    Zero would drop all gradients, as in torch; programs that give it mean no clipping.
+    """
+    is_number = isinstance(max_norm, numbers.Real) and not isinstance(max_norm, bool)
+    if max_norm is not None and not (is_number and float(max_norm) > 0):
+        raise ValueError(f"max_norm must be a number > 0, or None for no clipping; found {max_norm!r}")
 
 
 def check_shard_state(ranks: Any) -> None:
