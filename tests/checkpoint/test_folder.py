@@ -469,6 +469,30 @@ def test_a_folder_without_a_checkpoint_is_told_from_a_damaged_one(tmp_path: Path
     load_checkpoint(tmp_path, model, optimizer, scheduler=scheduler, rng=True)
 
 
+def test_a_file_in_place_of_a_folder_does_not_begin_a_run(tmp_path: Path) -> None:
+    """A program that catches FileNotFoundError would train up to its first save, which fails."""
+    (tmp_path / "model.pt").touch()
+    with pytest.raises(FlatbedError, match=r"is a file.*folder") as caught:
+        load_checkpoint(tmp_path / "model.pt", constant(1.0))
+    assert not isinstance(caught.value, FileNotFoundError)
+
+
+@pytest.mark.parametrize("name", ["", "~/run", "s3://bucket/run"])
+def test_names_of_no_local_folder_are_refused(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The current folder, a folder called ~ or s3: would be filled."""
+    monkeypatch.chdir(tmp_path)
+    model = constant(1.0)
+    for call in (save_checkpoint, load_checkpoint):
+        for folder in (name, *([Path(name)] if name else [])):
+            with pytest.raises(ValueError, match=r"folder.*expanduser"):
+                call(folder, model)
+    assert not any(tmp_path.iterdir())
+    save_checkpoint("~copy.of", model)  # no shell expands this
+    load_checkpoint(Path("~copy.of"), model)
+
+
 def test_rows_of_another_folder_do_not_begin_a_run(tmp_path: Path) -> None:
     """After a mistyped name, a program that catches FileNotFoundError would train them on."""
     model, optimizer = build(tmp_path)

@@ -51,6 +51,8 @@ def read_current(folder: Path) -> tuple[str, list[str]]:
     """Return the token of a folder's valid version, and the versions that are kept, the valid one first."""
     file = folder / CURRENT
     if not os.path.lexists(file):
+        if folder.is_file():  # not a NoCheckpointError: the first save would fail
+            raise FlatbedError(f"{folder} is a file, and a checkpoint is a folder: check the path")
         raise no_checkpoint(folder)
     found = read_json(file)
     with naming_damage(file):

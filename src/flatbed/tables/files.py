@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import secrets
 import shutil
 import stat
@@ -17,6 +18,7 @@ from typing import Any
 from flatbed.errors import DamagedFileError, FlatbedError
 
 BLOCK_BYTES = 1 << 26
+URL = re.compile(r"[a-z][a-z0-9+.-]+:/", re.IGNORECASE)
 FULL = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
 
 
@@ -54,9 +56,14 @@ def check_space(path: Path, nbytes: int) -> None:
 
 
 def as_path(path: Any, what: str = "path") -> Path:
-    """Convert an argument to a path."""
+    """Convert an argument to a path. Those that begin with ~ or s3:// would make folders of that name."""
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"{what} must be a string or a pathlib.Path; found {type(path).__name__}")
+    name = os.fspath(path)
+    if not name or os.path.expanduser(name) != name or URL.match(name):
+        raise ValueError(
+            f"{what} must be a path of this machine, with ~ expanded (os.path.expanduser); found {name!r}"
+        )
     return Path(path)
 
 
