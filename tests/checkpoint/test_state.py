@@ -154,6 +154,16 @@ def test_parameter_with_a_reserved_name_is_saved(tmp_path: Path) -> None:
     assert torch.equal(next(second.parameters()), next(first.parameters()))
 
 
+def test_names_of_wrappers_are_told_from_another_model(tmp_path: Path) -> None:
+    model = nn.Sequential(flatbed.Embedding(3, 2), nn.Linear(2, 1))
+    partly = nn.Sequential(model[0], nn.ModuleDict({"_orig_mod": model[1]}))  # the names of torch.compile
+    wrappers = (nn.ModuleDict({"module": model}), nn.ModuleDict({"_orig_mod": model}), partly)
+    for number, wrapper in enumerate(wrappers):
+        flatbed.save_checkpoint(tmp_path / f"{number}", wrapper)
+        with pytest.raises(FlatbedError, match=r"lacks.*the model itself, not the wrapper.*compile"):
+            flatbed.load_checkpoint(tmp_path / f"{number}", model)
+
+
 def test_the_class_of_the_optimizer_is_compared(tmp_path: Path) -> None:
     emb = flatbed.Embedding(10, 4)
     optimizer = flatbed.optim.Adam(emb, lr=0.1)

@@ -116,6 +116,8 @@ OTHERS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "norm": (lambda table: table.norm(), r"norm was called on a table.*: use emb\.weight"),
     "data": (lambda table: setattr(table, "data", torch.zeros(ROWS, DIM)), "copy_"),
     "hook": (lambda table: table.register_hook(print), "output of the lookup"),  # without the gradient
+    "late hook": (lambda table: table.register_post_accumulate_grad_hook(print), "output of the lookup"),
+    "layout": (lambda table: table.is_contiguous(), r"is_contiguous was called on a table.*fully_shard"),
 }
 
 

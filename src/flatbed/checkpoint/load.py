@@ -265,7 +265,10 @@ def _model_part(path: Path, manifest: Mapping[str, Any], training: Training) -> 
             continue
         if not isinstance(saved, Tensor) or saved.shape != mine.shape:
             found = tuple(saved.shape) if isinstance(saved, Tensor) else saved
-            raise FlatbedError(f"'{name}' is {found} in {path}, and {tuple(mine.shape)} in the model")
+            raise FlatbedError(
+                f"'{name}' is {found} in {path}, and {tuple(mine.shape)} in the model: build the one that "
+                "was saved"
+            )
         values[name] = shard_like(saved, mine)
     load = partial(model.load_state_dict, strict=False)
     read, put_back = partial(dense_state, model), partial(_put_back, model)
@@ -277,11 +280,13 @@ def _check_names(path: Path, what: str, saved: Mapping[str, Any], ours: Mapping[
     missing = [name for name in ours if name not in saved]
     unknown = [name for name in saved if name not in ours]
     if missing or unknown:
-        wrapped = any(name.startswith("module.") for name in (*missing, *unknown))
+        names = (*missing, *unknown)
+        is_wrapped = any(name.startswith("module.") or "_orig_mod." in name for name in names)
+        remedy = "the model itself, not the wrapper of DDP or torch.compile (model.module, model._orig_mod)"
         raise FlatbedError(
             f"{path} is of another model: of the {what}, the checkpoint lacks {missing[:4] or 'none'}, and "
-            f"the model lacks {unknown[:4] or 'none'}"
-            f"{': save and load ddp.module, and not the wrapper of DDP' if wrapped else ''}"
+            f"the model lacks {unknown[:4] or 'none'}: "
+            f"save and load {remedy if is_wrapped else 'the same model'}"
         )
 
 

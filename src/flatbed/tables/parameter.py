@@ -114,11 +114,12 @@ NOT_EXPORTED = (
 def _no_tensor(func: Any) -> FlatbedError:
     if func is Tensor.is_contiguous:  # the first question of FSDP2
         return FlatbedError(
-            "fully_shard cannot shard a table: pass ignored_params=set(flatbed.tables(model)) to fully_shard"
+            "is_contiguous was called on a table, whose rows are not one tensor: leave flatbed.tables(model) "
+            "out. fully_shard does, given ignored_params=set(flatbed.tables(model))"
         )
     if func is Tensor._is_view:  # the first question of torch.export
         return FlatbedError(NOT_EXPORTED)
-    if func is Tensor.register_hook:
+    if func in (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook):
         return FlatbedError(
             "a hook on a table would be called without its gradient, which is one of rows: register it on "
             "the output of the lookup, or read table.grad after the backward pass"
