@@ -692,31 +692,101 @@ def test_replacing_a_checkpoint_of_another_process_warns(
 
 def test_parameters_in_another_order(tmp_path: Path) -> None:
     """Of equal shapes: their moments would be mixed up."""
-    model = nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3)})
+    model = nn.ModuleDict({name: nn.Linear(3, 3) for name in "abcdefgh"})
 
-    def adam(names: str) -> Any:
-        return flatbed.optim.Adam([{"params": model[name]} for name in names])
+    def adam(names: str, flat: bool = False) -> Any:
+        groups: Any = [{"params": list(model[name].parameters())} for name in names]
+        if flat:
+            return torch.optim.Adam(flatbed.FlatParams(groups).parameters())
+        return flatbed.optim.Adam(groups)
 
-    save_checkpoint(tmp_path, model, adam("ab"))
-    load_checkpoint(tmp_path, model, adam("ab"))
-    with pytest.raises(FlatbedError, match=r"the model's parameters .*a\.weight.* Adam has .*b\.weight"):
-        load_checkpoint(tmp_path, model, adam("ba"))
+    for flat in (False, True):
+        save_checkpoint(tmp_path, model, adam("abcdefgh", flat))
+        load_checkpoint(tmp_path, model, adam("abcdefgh", flat))
+        words = r"state of 'f\.weight' for a parameter that is 'g\.weight' in Adam: build it .* same order"
+        with pytest.raises(FlatbedError, match=words):
+            load_checkpoint(tmp_path, model, adam("abcdegfh", flat))
 
 
-def test_parameters_by_the_names_of_state_dicts(tmp_path: Path) -> None:
-    """Wrappers that these do not show, and another order of modules with one parameter, change nothing."""
+def tied(names: str) -> nn.ModuleDict:
+    model = nn.ModuleDict({name: nn.Linear(3, 3, bias=False) for name in names})
+    model["a"].weight = model["b"].weight
+    return model
+
+
+def as_checkpoint_wrapper(names: str) -> nn.ModuleDict:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-    def built(names: str) -> nn.ModuleDict:
-        model = nn.ModuleDict({name: nn.Linear(3, 3, bias=False) for name in names})
-        model["a"].weight = model["b"].weight
-        return model
+    return nn.ModuleDict({name: checkpoint_wrapper(module) for name, module in tied(names).items()})
 
-    plain, other = built("ab"), built("ba")
-    wrapped = nn.ModuleDict({name: checkpoint_wrapper(module) for name, module in built("ab").items()})
-    save_checkpoint(tmp_path, plain, torch.optim.Adam(plain.parameters()))
-    for model in (other, wrapped):
-        load_checkpoint(tmp_path, model, torch.optim.Adam(model.parameters()))
+
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("make", [torch.optim.Adam, flatbed.optim.Adam])
+def test_the_same_parameters_by_other_names(make: Any, named: bool, tmp_path: Path) -> None:
+    """Wrappers that the state dict does not show, and another order of modules with one parameter."""
+
+    def given(module: nn.Module, named: bool) -> Any:
+        return make(module.named_parameters() if named else module.parameters())
+
+    plain = tied("ab")
+    for number, model in enumerate((plain, tied("ba"), as_checkpoint_wrapper("ab"))):
+        for wrapped in (model, nn.Sequential(model)):  # the second as DDP and torch.compile name parameters
+            save_checkpoint(tmp_path / str(number), model, given(wrapped, named))
+            load_checkpoint(tmp_path / str(number), plain, given(plain, True))
+            load_checkpoint(tmp_path / str(number), model, given(wrapped, False))
+
+
+def test_flat_parameters_of_a_wrapper(tmp_path: Path) -> None:
+    for number, wrap in enumerate((nn.Sequential, nn.Module.parameters, lambda model: model)):
+        model, other = nn.Linear(3, 3), nn.Linear(3, 3)
+        save_checkpoint(
+            tmp_path / str(number), model, torch.optim.Adam(flatbed.FlatParams(wrap(model)).parameters())
+        )
+        optimizer = torch.optim.Adam(flatbed.FlatParams(other).parameters())
+        load_checkpoint(tmp_path / str(number), other, optimizer)
+        assert torch.equal(other.weight, model.weight)
+
+
+def test_checkpoints_without_names_of_parameters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Earlier versions wrote none, and the names of flat parameters beside their shapes."""
+    from flatbed.checkpoint import save
+
+    def shapes(optimizer: Any) -> Any:
+        return [
+            [[["weight", 3, 3], ["bias", 3]]] if flat else [[3, 3], [3]]
+            for flat in [isinstance(optimizer, torch.optim.SGD)]
+        ]
+
+    model = nn.Linear(3, 3)
+    optimizers = [flatbed.optim.Adam(model), torch.optim.SGD(flatbed.FlatParams(model).parameters())]
+    with monkeypatch.context() as patch:
+        patch.setattr(save, "shapes_of", shapes)
+        patch.setattr(save, "names_of", lambda *_: None)
+        save_checkpoint(tmp_path, model, optimizers)
+    load_checkpoint(tmp_path, model, optimizers)
+
+
+def test_a_model_is_asked_once_for_its_state(tmp_path: Path) -> None:
+    """It may gather shards (FSDP1), or do what torch refuses for parameters with gradients."""
+    calls: list[object] = []
+
+    class Counted(nn.Linear):
+        def get_extra_state(self) -> Any:
+            calls.append(self)
+
+        def set_extra_state(self, state: Any) -> None: ...
+
+    def copied(_: nn.Module, state: Any, *__: Any) -> None:
+        state["weight"] = torch.from_numpy(state["weight"].numpy().copy())
+
+    model = Counted(3, 3)
+    model._register_state_dict_hook(copied)
+    optimizers = [torch.optim.Adam([parameter]) for parameter in model.parameters()]
+    save_checkpoint(tmp_path, model, optimizers)
+    assert len(calls) == 1
+    load_checkpoint(tmp_path, model, optimizers)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

@@ -30,6 +30,7 @@ from flatbed.checkpoint.state import (
     check_same,
     dense_state,
     load_plain_state,
+    names_by_place,
     names_of,
     options_of,
     plain_state,
@@ -299,18 +300,19 @@ def _check_count(path: Path, what: str, n_saved: int, n_given: int) -> None:
 
 
 def _optimizer_parts(path: Path, manifest: Mapping[str, Any], training: Training) -> Iterator[Part]:
-    model, optimizers = training.model, training.optimizers
+    optimizers = training.optimizers
     if not optimizers:
         return
     _check_count(path, "optimizers", manifest["n_optimizers"], len(optimizers))
     kept = read_json(path / OPTIMIZERS)
+    known = names_by_place({**dense_state(training.model), **training.tables})
     for number, optimizer in enumerate(optimizers):
         given = type(optimizer).__name__
         with _reading(path / f"optimizer-{number}.safetensors") as tensors:
             about = kept[number]
             state = unpack(about["state"], tensors)
             where = f"{path} (optimizer {number})"
-            check_same(optimizer, state, about, names_of(optimizer, model), where=where)
+            check_same(optimizer, about, names_of(optimizer, known), where=where)
             state, saved = shard_state(optimizer, state), about.get("class", given)
             options, ours = unpack(about.get("options", {}), tensors), {**NO_OPTIONS, **options_of(optimizer)}
             differing = [name for name in ours if options.get(name, ours[name]) != ours[name]]

@@ -25,6 +25,7 @@ from flatbed.checkpoint.folder import CURRENT, OPTIMIZERS
 from flatbed.checkpoint.state import (
     Packer,
     dense_state,
+    names_by_place,
     names_of,
     options_of,
     plain_state,
@@ -252,15 +253,16 @@ class Version:
     def _write_dense(self) -> None:
         """Write model and optimizers without tables."""
         packer = Packer(tied=True)
-        values = dense_state(self.training.model).items()
-        self.manifest["model"] = {name: packer.pack(value, name) for name, value in values}
+        values = dense_state(self.training.model)
+        known = names_by_place({**values, **self.training.tables})
+        self.manifest["model"] = {name: packer.pack(value, name) for name, value in values.items()}
         self._check_shared(packer.tensors)
         self._write_tensors("model.safetensors", packer)
         optimizers, self.manifest["n_optimizers"] = [], len(self.training.optimizers)
         for number, optimizer in enumerate(self.training.optimizers):
             packer, name = Packer(), f"optimizer-{number}"
             about = {"class": type(optimizer).__name__, "shapes": shapes_of(optimizer)}
-            about["names"] = names_of(optimizer, self.training.model)
+            about["names"] = names_of(optimizer, known)
             about["options"] = packer.pack(options_of(optimizer), name)
             optimizers.append({**about, "state": packer.pack(plain_state(optimizer), name)})
             self._write_tensors(f"{name}.safetensors", packer)

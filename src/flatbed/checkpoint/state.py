@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -22,7 +22,8 @@ from flatbed.errors import FlatbedError
 from flatbed.flat.buffer import FlatParameter
 from flatbed.kernels.step import StepOptions
 from flatbed.optim.optimizer import Optimizer as FlatbedOptimizer
-from flatbed.tables.embedding import DenseStateDict, named_tables
+from flatbed.tables.embedding import DenseStateDict
+from flatbed.tables.table import Table
 from flatbed.tables.tensor_file import RESERVED
 
 MARK = "$"  # first character of JSON keys that encode a type
@@ -70,11 +71,7 @@ class Packer:
 
     def _tensor(self, value: Tensor, name: str) -> Any:
         _check_plain(value, name)
-        local = local_of(value)
-        # The storage object, not its address: empty shards have no address, and all ranks must find the
-        # same ties.
-        storage = local.untyped_storage()._cdata
-        place = (storage, local.storage_offset(), value.dtype, tuple(value.shape), value.stride())
+        place = place_of(value)
         if self._tied and value.numel() and place in self._places:
             self.ties[name] = self._places[place]
             return {"$tensor": self._places[place]}
@@ -83,7 +80,7 @@ class Packer:
         self._places[place] = name
         self.tensors[name] = value
         # Kernels need state with the strides of its parameter, for example channels_last.
-        is_whole = local is value
+        is_whole = not is_dtensor(value)
         dense = is_whole and not value.is_contiguous() and torch.empty_like(value).stride() == value.stride()
         return {"$tensor": name, "stride": list(value.stride())} if dense else {"$tensor": name}
 
@@ -170,47 +167,75 @@ def options_of(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def shapes_of(optimizer: Optimizer) -> list[list[Any]]:
-    """Return the shapes of parameters by group; for a flat one, the names and shapes of its parts."""
+    """Return the shapes of parameters by group; of a flat one, the shapes of its parts."""
 
     def shape(param: Tensor) -> list[Any]:
         if isinstance(param, FlatParameter):
-            return [[segment.name, *segment.shape] for segment in param.buffer.segments]
+            return [list(segment.shape) for segment in param.buffer.segments]
         return list(param.shape)
 
     return [[shape(p) for p in group["params"]] for group in optimizer.param_groups]
 
 
-def names_of(optimizer: Optimizer, model: nn.Module) -> list[list[str]]:
-    """Return the names that the model's state dict has for parameters, by group; "" for other parameters.
+def place_of(tensor: Tensor) -> tuple[Any, ...]:
+    """Return what tells the memory of a tensor from that of others: tied tensors have the same."""
+    if isinstance(tensor, Table) or nn.parameter.is_lazy(tensor) or tensor.layout != torch.strided:
+        return (id(tensor),)
+    local = local_of(tensor)
+    # The storage object, not its address: empty shards have no address, and all ranks must find the
+    # same ties.
+    storage = local.untyped_storage()._cdata
+    return storage, local.storage_offset(), tensor.dtype, tuple(tensor.shape), tensor.stride()
 
-    Of the names of a tied parameter, the first in the alphabet.
+
+def names_by_place(values: Mapping[str, Any]) -> dict[Any, str]:
+    """Return the names of tensors by `place_of`; of tied ones, the first in the alphabet."""
+    tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+    return {place_of(tensors[name]): name for name in sorted(tensors, reverse=True)}
+
+
+def names_of(optimizer: Optimizer, known: Mapping[Any, str]) -> list[list[Any]]:
+    """Return the `names_by_place` of parameters by group, and of a flat one those of its parts.
+
+    Unknown names are "".
     """
-    state = model.state_dict(destination=DenseStateDict(), keep_vars=True)
-    names: dict[int, str] = {id(table): name for name, table in named_tables(model)}
-    for name in sorted(state):
-        names.setdefault(id(state[name]), name)
-    return [[names.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups]
+
+    def name(param: Tensor) -> Any:
+        if isinstance(param, FlatParameter):
+            return [known.get(place_of(one), "") for one in param.buffer.originals]
+        return known.get(place_of(param), "")
+
+    return [[name(p) for p in group["params"]] for group in optimizer.param_groups]
 
 
-def check_same(
-    optimizer: Optimizer, state: Any, about: Mapping[str, Any], names: list[list[str]], *, where: str
-) -> None:
+def check_same(optimizer: Optimizer, about: Mapping[str, Any], names: list[list[Any]], *, where: str) -> None:
     """Raise unless state was saved from the same parameters in the same groups."""
-    compared: list[tuple[str, Any, Any]] = [
-        ("parameters of the shapes", about["shapes"], shapes_of(optimizer)),
-        ("the model's parameters", about.get("names", names), names),
-    ]
-    groups = zip(state["param_groups"], optimizer.param_groups, strict=False)  # others differ in shapes
-    for number, (saved, own) in enumerate(groups):
-        theirs, ours = saved.get("param_names"), own.get("param_names")
-        if theirs is not None and ours is not None:
-            compared.append((f"the parameters of group {number}", list(theirs), list(ours)))
-    for what, theirs, ours in compared:
-        if theirs != ours:
+    kind, advice = type(optimizer).__name__, "build it over the same parameters, in the same order"
+    theirs, ours = _without_names(about["shapes"]), shapes_of(optimizer)
+    if theirs != ours:
+        raise FlatbedError(
+            f"{where} holds state for parameters of the shapes {str(theirs)[:200]}; {kind} has "
+            f"{str(ours)[:200]}: {advice}"
+        )
+    for saved, own in _known_pairs(about.get("names"), names):
+        if saved != own:
             raise FlatbedError(
-                f"{where} holds state for {what} {str(theirs)[:200]}; {type(optimizer).__name__} has "
-                f"{str(ours)[:200]}. Build it over the same parameters, in the same order"
+                f"{where} holds the state of '{saved}' for a parameter that is '{own}' in {kind}: {advice}"
             )
+
+
+def _without_names(shapes: list[Any]) -> list[Any]:
+    """Remove the names that earlier versions wrote before the shapes of the parts of flat parameters."""
+    return [_without_names(one) if isinstance(one, list) else one for one in shapes if not isinstance(one, str)]
+
+
+def _known_pairs(theirs: Any, ours: Any) -> Iterator[tuple[str, str]]:
+    """Yield what two `names_of` have for each parameter, if both know its name."""
+    if isinstance(theirs, list) and isinstance(ours, list):
+        for pair in zip(theirs, ours, strict=True):
+            yield from _known_pairs(*pair)
+    elif theirs and ours:
+        yield theirs, ours
 
 
 def shard_like(value: Any, like: Any) -> Any:
