@@ -657,17 +657,34 @@ def test_a_step_that_is_refused_changes_nothing(tmp_path: Path) -> None:
     load_checkpoint(tmp_path, model, optimizer)
 
 
-def test_a_save_inside_of_a_save_raises(tmp_path: Path) -> None:
+def test_a_save_inside_of_a_save_or_load_raises(tmp_path: Path) -> None:
     """As that of a signal handler would. The outer one fails, and later ones do not."""
-    model = nn.Linear(3, 1)
+    model, within = nn.Linear(3, 1), "save"
 
-    class Saves(nn.Module):
-        def get_extra_state(self) -> Any:  # called in the middle of a save
-            save_checkpoint(tmp_path / "inner", model)
+    class Saves(nn.Linear):
+        def get_extra_state(self) -> Any:
+            if within == "save":
+                save_checkpoint(tmp_path / "inner", model)
+
+        def set_extra_state(self, _: Any) -> None:
+            if within == "load":
+                save_checkpoint(tmp_path / "inner", model)
 
     for folder in ("run", "other"):
-        with pytest.raises(FlatbedError, match="called inside of save_checkpoint"):
-            save_checkpoint(tmp_path / folder, Saves())
+        with pytest.raises(FlatbedError, match="save_checkpoint was called inside of save_checkpoint"):
+            save_checkpoint(tmp_path / folder, Saves(2, 2))
+    within = ""
+    saved, loaded = Saves(2, 2), Saves(2, 2)
+    save_checkpoint(tmp_path / "run", saved)
+    before = loaded.weight.detach().clone()
+    within = "load"
+    with pytest.raises(FlatbedError, match="save_checkpoint was called inside of load_checkpoint"):
+        load_checkpoint(tmp_path / "run", loaded)
+    assert torch.equal(loaded.weight, before)
+    assert not (tmp_path / "inner").exists()
+    within = ""
+    load_checkpoint(tmp_path / "run", loaded)
+    assert torch.equal(loaded.weight, saved.weight)
     save_checkpoint(tmp_path / "run", model)
     load_checkpoint(tmp_path / "run", model)
 
@@ -793,13 +810,21 @@ def test_a_model_is_asked_once_for_its_state(tmp_path: Path) -> None:
 def test_an_interrupted_save_leaves_no_lock(tmp_path: Path) -> None:
     """Also while the traceback of Control-C is kept, as a notebook does."""
     kept: list[BaseException] = []
+    model, places = nn.Linear(1, 1), (contextlib.__file__, folders.__file__)
     for number in count(1):
-        save = partial(save_checkpoint, tmp_path / str(number), nn.Linear(1, 1))
-        if not interrupted(save, number, (contextlib.__file__, folders.__file__), kept):
+        save = partial(save_checkpoint, tmp_path / str(number), model)
+        if not interrupted(save, number, places, kept):
             break
         answered(save)
+        save()  # in this thread, too
         kept.clear()
     assert number > 100
+    for number in count(1):
+        if not interrupted(partial(load_checkpoint, tmp_path / "1", model), number, places, kept):
+            break
+        save_checkpoint(tmp_path / "1", model)
+        kept.clear()
+    assert number > 50
 
 
 def test_a_failed_save_is_freed_without_a_collection(tmp_path: Path) -> None:

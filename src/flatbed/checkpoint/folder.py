@@ -12,9 +12,10 @@ import re
 import shutil
 import zlib
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from io import BufferedReader
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from io import BufferedReader, BytesIO
 from pathlib import Path
+from threading import get_ident
 from typing import Any
 
 from flatbed.errors import DamagedFileError, FlatbedError
@@ -34,6 +35,25 @@ JSON_LIMIT = 1 << 28  # bytes
 
 known_tokens: set[str] = set()
 """Those of the checkpoints that this process has saved or loaded: a save replaces them without a warning."""
+
+
+_under_way: dict[int, tuple[str, BytesIO]] = {}
+"""The last save or load of each thread, with a file that is open as long as it goes on."""
+
+
+def unnested(doing: str, mark: BytesIO) -> AbstractContextManager[None]:
+    """Record that this thread saves or loads until `mark` is closed; raise if it does so already.
+
+    The caller opens the mark by `with`, since Control-C cannot leave a file of Python's own open.
+    """
+    before, its_mark = _under_way.get(get_ident(), ("", mark))
+    if before and not its_mark.closed:
+        raise FlatbedError(
+            f"{doing} was called inside of {before}, by a signal handler for example: set a flag in the "
+            "handler, and save after step()"
+        )
+    _under_way[get_ident()] = (doing, mark)
+    return nullcontext()
 
 
 class NoCheckpointError(FlatbedError, FileNotFoundError):

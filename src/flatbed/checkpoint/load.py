@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from flatbed.checkpoint.folder import (
     no_checkpoint,
     read_json,
     reading,
+    unnested,
 )
 from flatbed.checkpoint.state import (
     NO_OPTIONS,
@@ -100,7 +102,12 @@ def load_checkpoint(
     >>> flatbed.load_checkpoint(folder, emb, optimizer)
     {'epoch': 1}
     """
-    with Lockstep("loading a checkpoint") as lockstep, ExitStack() as undo:
+    with (
+        BytesIO() as mark,
+        unnested("load_checkpoint", mark),
+        Lockstep("loading a checkpoint") as lockstep,
+        ExitStack() as undo,
+    ):
         folder = as_path(folder, "folder").absolute()
         training = Training.of(model, optimizer, scheduler, scaler)
         try:

@@ -6,13 +6,13 @@ import json
 import os
 import secrets
 import shutil
-import threading
 import warnings
 import zlib
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +41,6 @@ from flatbed.tables import saving
 from flatbed.tables.files import BLOCK_BYTES, as_path, lock, write_text
 from flatbed.tables.tensor_file import TensorEntry, writing
 
-_lock_files: dict[int, Any] = {}
-"""The lock file of the last save of each thread. It is closed unless that save is going on."""
-
 
 def save_checkpoint(
     folder: str | Path,
@@ -70,7 +67,7 @@ def save_checkpoint(
     another folder that can no longer be loaded.
 
     Right after a step of flatbed's optimizers that Control-C or an error has interrupted, this raises: load
-    the last checkpoint. It raises inside of a step or of another save, too, where a signal handler may call
+    the last checkpoint. It raises inside of a step, a save or a load, too, where a signal handler may call
     it: set a flag there, and save after `step()`. A warning names a checkpoint in the folder that this
     process has neither loaded nor saved.
 
@@ -86,7 +83,11 @@ def save_checkpoint(
     >>> flatbed.load_table(folder)
     Table(1000 × 8, torch.float32, host, state exp_avg, exp_avg_sq)
     """
-    with Lockstep("saving a checkpoint") as lockstep:
+    with (
+        BytesIO() as mark,
+        folders.unnested("save_checkpoint", mark),
+        Lockstep("saving a checkpoint") as lockstep,
+    ):
         folder = as_path(folder, "folder").absolute()
         training = Training.of(model, optimizer, scheduler, scaler)
         _refuse_partial_steps(training)
@@ -102,7 +103,7 @@ def save_checkpoint(
         folders.known_tokens.add(token)
         with ExitStack() as held, folders.open_lock(folder) if lockstep.first else nullcontext() as file:
             if file is not None:
-                _lock(file)
+                lock(file)
                 _warn_of_another_run(folder)
                 version = folders.make_version(folder, token)
                 lockstep.undo = partial(_undo, version)
@@ -142,19 +143,6 @@ def _refuse_partial_steps(training: Training) -> None:
                 "it, and others have not. Load the last checkpoint. To save at a signal, set a flag in its "
                 "handler, and save after step()"
             )
-
-
-def _lock(file: Any) -> None:
-    """Lock a folder. Raises inside of another save of this thread, which would never end."""
-    thread = threading.get_ident()
-    before = _lock_files.get(thread)
-    if before is not None and not before.closed:
-        raise FlatbedError(
-            "save_checkpoint was called inside of save_checkpoint, by a signal handler for example: set a "
-            "flag in the handler, and save after step()"
-        )
-    _lock_files[thread] = file
-    lock(file)
 
 
 def _warn_of_another_run(folder: Path) -> None:
