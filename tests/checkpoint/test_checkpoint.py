@@ -705,6 +705,10 @@ def test_replacing_a_checkpoint_of_another_process_warns(
     monkeypatch.setattr(folders, "known_tokens", set[str]())
     with pytest.warns(UserWarning, match="neither loaded nor"):  # later saves remove it
         save_checkpoint(tmp_path, model, keep=2)
+    monkeypatch.setattr(folders, "known_tokens", set[str]())
+    monkeypatch.setattr("flatbed.checkpoint.load.known_tokens", folders.known_tokens)
+    load_checkpoint(sorted(tmp_path.glob("v*"))[0], model)  # back to an earlier version, on purpose
+    save_checkpoint(tmp_path, model, keep=2)
 
 
 def test_parameters_in_another_order(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from flatbed.checkpoint.folder import (
     check_files,
     known_tokens,
     no_checkpoint,
+    read_current,
     read_json,
     reading,
     unnested,
@@ -145,6 +146,9 @@ def load_checkpoint(
         for table in training.tables.values():
             table._store.mark_loaded()
         known_tokens.add(manifest["token"])
+        if path == folder:  # an earlier version, on purpose: a save may replace the valid one
+            with suppress(FlatbedError):
+                known_tokens.add(read_current(folder.parent)[0])
     return dict(manifest["extra"])
 
 
