@@ -646,6 +646,79 @@ def test_a_save_after_an_interrupted_step(storage: str, tmp_path: Path) -> None:
     assert n_whole > 1
 
 
+def test_a_save_after_interrupted_changes_of_averages(tmp_path: Path) -> None:
+    """It raises if the model holds averages of some parameters. A load ends that."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    optimizer = flatbed.optim.Adam(model, lr=0.1, ema_decay=0.5)
+    for _ in range(3):
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+    trained = [parameter.detach().clone() for parameter in model.parameters()]
+    save_checkpoint(tmp_path, model, optimizer)
+
+    def evaluate() -> None:
+        with optimizer.ema_weights():
+            pass
+
+    n_torn = 0
+    for number in count(1, 4):
+        if not interrupted(evaluate, number):
+            break
+        is_trained = all(map(torch.equal, model.parameters(), trained))
+        try:
+            save_checkpoint(tmp_path, model, optimizer)
+            assert is_trained, number
+        except FlatbedError as error:
+            assert "interrupted" in str(error)  # noqa: PT017
+            n_torn += not is_trained
+        load_checkpoint(tmp_path, model, optimizer)
+        assert all(map(torch.equal, model.parameters(), trained))
+    assert n_torn > 1
+    save_checkpoint(tmp_path, model, optimizer)
+
+
+def test_a_save_after_a_load_that_was_interrupted_twice(tmp_path: Path) -> None:
+    """Control-C ends the load, and once more what puts the former state back."""
+    n_left = 0
+
+    class Interrupts(nn.Linear):
+        def get_extra_state(self) -> Any: ...
+
+        def set_extra_state(self, _: Any) -> None:
+            nonlocal n_left
+            n_left -= 1
+            if n_left >= 0:
+                raise KeyboardInterrupt
+
+    model, other = Interrupts(3, 3), Interrupts(3, 3)
+    save_checkpoint(tmp_path, model, flatbed.optim.Adam(model))
+    optimizer = flatbed.optim.Adam(other)
+    for n_left in (1, 2):
+        before = other.weight.detach().clone()
+        with pytest.raises(KeyboardInterrupt):
+            load_checkpoint(tmp_path, other, optimizer)
+        if n_left < 0:
+            assert torch.equal(other.weight, before)
+            save_checkpoint(tmp_path / "before", other, optimizer)
+    with pytest.raises(FlatbedError, match="a load, was interrupted"):
+        save_checkpoint(tmp_path / "before", other, optimizer)
+    load_checkpoint(tmp_path, other, optimizer)
+    save_checkpoint(tmp_path, other, optimizer)
+
+
+def test_a_save_of_a_table_alone_after_an_interrupted_step(tmp_path: Path) -> None:
+    emb = flatbed.Embedding(5, 2)
+    optimizer = flatbed.optim.Adam(emb)
+    for number in count(1):
+        emb([1]).sum().backward()
+        assert interrupted(optimizer.step, number)
+        optimizer.zero_grad()
+        if optimizer._has_partial_step:
+            break
+    with pytest.raises(FlatbedError, match=r"of Adam.* was interrupted"):
+        save_checkpoint(tmp_path, emb)
+
+
 def test_a_step_that_is_refused_changes_nothing(tmp_path: Path) -> None:
     model = nn.Embedding(5, 2, sparse=True)
     optimizer = flatbed.optim.Adam(model)
@@ -768,9 +841,7 @@ def test_flat_parameters_of_a_wrapper(tmp_path: Path) -> None:
         assert torch.equal(other.weight, model.weight)
 
 
-def test_checkpoints_without_names_of_parameters(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_checkpoints_without_names_of_parameters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Earlier versions wrote none, and the names of flat parameters beside their shapes."""
     from flatbed.checkpoint import save
 

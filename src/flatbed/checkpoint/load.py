@@ -137,7 +137,7 @@ def load_checkpoint(
                 after = f"loading {path}: load it into tables with another path to keep both"
                 table._store.warn_of_loss(after, name=name)
         lockstep.meet()
-        _load_all(parts, replace_rows, [*training.tables.values()], path, lockstep)
+        _load_all(parts, replace_rows, training, path, lockstep)
         model.zero_grad()  # there may be gradients of a step that Control-C has ended
         for one in training.optimizers:
             one.zero_grad()
@@ -155,17 +155,21 @@ def load_checkpoint(
 def _load_all(
     parts: Sequence[Part],
     replace_rows: Mapping[str, Finish],
-    tables: Sequence[Table],
+    training: Training,
     path: Path,
     lockstep: Lockstep,
 ) -> None:
     """Load all parts, and then the rows of tables. After an error, put the parts back."""
     begun: list[tuple[Table, tuple[int, int]]] = []  # tables with their former generations
     before = [(part, _copied(part.read(), to_host=part.is_large)) for part in parts]
+    optimizers = [one for one in training.optimizers if isinstance(one, FlatbedOptimizer)]
+    had_partial_steps = [one._has_partial_step for one in optimizers]
     try:  # not a generator's context manager: interrupted at its exit, it could end at any later time
+        for one in optimizers:
+            one._has_partial_step = True
         _finish_all({part.name: partial(part.load, part.state) for part in parts}, path)
         lockstep.meet()
-        begun += ((table, table._store.generation) for table in tables)
+        begun += ((table, table._store.generation) for table in training.tables.values())
         _finish_all(replace_rows, path)  # last, since there is no copy of the rows
         lockstep.meet()
     except BaseException:
@@ -175,6 +179,8 @@ def _load_all(
         for part, state in reversed(before):
             with suppress(Exception):  # the part that raised may refuse any state
                 (part.put_back or part.load)(state)
+        for one, had_partial_step in zip(optimizers, had_partial_steps, strict=True):
+            one._has_partial_step = had_partial_step
         raise
 
 

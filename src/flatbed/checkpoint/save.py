@@ -66,10 +66,10 @@ def save_checkpoint(
     version: after this save, older checkpoints cannot be loaded. So `keep` must be 1, and a warning names
     another folder that can no longer be loaded.
 
-    Right after a step of flatbed's optimizers that Control-C or an error has interrupted, this raises: load
-    the last checkpoint. It raises inside of a step, a save or a load, too, where a signal handler may call
-    it: set a flag there, and save after `step()`. A warning names a checkpoint in the folder that this
-    process has neither loaded nor saved.
+    Right after a step or `ema_weights()` of flatbed's optimizers that Control-C or an error has interrupted,
+    this raises: load the last checkpoint. It raises inside of a step, a save or a load, too, where a signal
+    handler may call it: set a flag there, and save after `step()`. A warning names a checkpoint in the folder
+    that this process has neither loaded nor saved.
 
     Saves of several processes to one folder wait for each other. With torch.distributed, all ranks call this,
     with a folder that all of them see. The first rank writes all files but those of tables with
@@ -135,13 +135,14 @@ def save_checkpoint(
 
 
 def _refuse_partial_steps(training: Training) -> None:
-    """Raise if some parameters have made a step that others have not."""
-    for one in training.optimizers:
-        if getattr(one, "_has_partial_step", False):
+    """Raise if some parameters have made a step that others have not, or hold averages."""
+    for one in (*training.optimizers, *(table._owner for table in training.tables.values())):
+        in_averages = getattr(one, "_averages_in_model", False)  # they can be saved without the optimizer
+        if getattr(one, "_has_partial_step", False) and not in_averages:
             raise FlatbedError(
-                f"a step of {type(one).__name__} was interrupted, or is going on: some parameters have made "
-                "it, and others have not. Load the last checkpoint. To save at a signal, set a flag in its "
-                "handler, and save after step()"
+                f"a step or ema_weights() of {type(one).__name__}, or a load, was interrupted, or is going "
+                "on: some parameters have changed, and others have not. Load the last checkpoint. To save at "
+                "a signal, set a flag in its handler, and save after step()"
             )
 
 

@@ -226,9 +226,8 @@ def check_same(optimizer: Optimizer, about: Mapping[str, Any], names: list[list[
 
 def _without_names(shapes: list[Any]) -> list[Any]:
     """Remove the names that earlier versions wrote before the shapes of the parts of flat parameters."""
-    return [
-        _without_names(one) if isinstance(one, list) else one for one in shapes if not isinstance(one, str)
-    ]
+    kept = [one for one in shapes if not isinstance(one, str)]
+    return [_without_names(one) if isinstance(one, list) else one for one in kept]
 
 
 def _known_pairs(theirs: Any, ours: Any) -> Iterator[tuple[str, str]]:

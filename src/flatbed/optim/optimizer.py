@@ -85,7 +85,7 @@ class Optimizer(torch.optim.Optimizer):
         self._owns_tables = False
         self._averages_in_model = False
         self._has_partial_step = False
-        """True while a step changes parameters. After one that did not end: until a step does, or a load."""
+        """True while parameters change, and after a change that did not end, until a step does, or a load."""
         self._module = None
 
     def _make_state_early(self, *, copies_weights: bool) -> None:
@@ -347,15 +347,18 @@ class Optimizer(torch.optim.Optimizer):
                     "ema_weights() does not know the model whose shards it changes: call ema_weights(model)"
                 )
             plan.masters.sync_written()
-            trained = plan.swap_averages([s.ema for s in plan.slots if s.ema is not None], model)
+            trained = [param.detach().clone() for param in plan.averaged_params()]
+            had_partial_step, self._has_partial_step = self._has_partial_step, True
+            plan.write_averaged([slot.ema for slot in plan.slots if slot.ema is not None], model)
         self._averages_in_model = True
         try:
             yield
         finally:
             self._averages_in_model = False
             with torch.no_grad():
-                plan.swap_averages(trained, model)
+                plan.write_averaged(trained, model)
             plan.masters.record_versions()
+            self._has_partial_step = had_partial_step
 
     @torch.no_grad()
     def refresh_masters(self) -> None:

@@ -228,20 +228,20 @@ class Plan:
             own = frozenset(n for n, i in enumerate(indices) if i in unordered)
             stepper.set_grads([grads[i] for i in indices], addresses, own)
 
-    def swap_averages(self, values: Sequence[Tensor], model: nn.Module | None) -> list[Tensor]:
-        """Write values into the parameters that have an average; return what they held.
+    def averaged_params(self) -> list[Tensor]:
+        """Return the parameters that have an average, of this rank. Found again: `model.cpu()` moves them."""
+        return [own_part(slot.owner, slot.own_rows) for slot in self.slots if slot.ema is not None]
+
+    def write_averaged(self, values: Sequence[Tensor], model: nn.Module | None) -> None:
+        """Write values into the parameters that have an average.
 
         Modules of FSDP2 in the model gather their weights again.
         """
-        # Found again, since `model.cpu()` may have moved shards.
-        averaged = [own_part(slot.owner, slot.own_rows) for slot in self.slots if slot.ema is not None]
-        former = [param.detach().clone() for param in averaged]
-        for param, value in zip(averaged, values, strict=True):
+        for param, value in zip(self.averaged_params(), values, strict=True):
             param.copy_(value)
         exchange_pieces(self._plan_pieces())
         if self.has_dtensors and model is not None:
             reshard(model)
-        return former
 
 
 def build_plan(
