@@ -841,25 +841,6 @@ def test_flat_parameters_of_a_wrapper(tmp_path: Path) -> None:
         assert torch.equal(other.weight, model.weight)
 
 
-def test_checkpoints_without_names_of_parameters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Earlier versions wrote none, and the names of flat parameters beside their shapes."""
-    from flatbed.checkpoint import save
-
-    def shapes(optimizer: Any) -> Any:
-        return [
-            [[["weight", 3, 3], ["bias", 3]]] if flat else [[3, 3], [3]]
-            for flat in [isinstance(optimizer, torch.optim.SGD)]
-        ]
-
-    model = nn.Linear(3, 3)
-    optimizers = [flatbed.optim.Adam(model), torch.optim.SGD(flatbed.FlatParams(model).parameters())]
-    with monkeypatch.context() as patch:
-        patch.setattr(save, "shapes_of", shapes)
-        patch.setattr(save, "names_of", lambda *_: None)
-        save_checkpoint(tmp_path, model, optimizers)
-    load_checkpoint(tmp_path, model, optimizers)
-
-
 def test_a_model_is_asked_once_for_its_state(tmp_path: Path) -> None:
     """It may gather shards (FSDP1), or do what torch refuses for parameters with gradients."""
     calls: list[object] = []

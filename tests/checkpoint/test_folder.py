@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -30,6 +29,7 @@ from flatbed.tables.storage.disk.format import RECORDS_AT
 from tests import programs
 from tests.checkpoint.saved import Saved, current
 from tests.tables.storage.disk.test_files import largest_file
+from tests.tables.test_interruptions import answered
 from tests.tables.training import build, close, difference, snapshot, step
 
 
@@ -88,7 +88,7 @@ def test_version_stays_while_it_is_read(tmp_path: Path, monkeypatch: pytest.Monk
 
     def read_while_others_save(*args: Any) -> Any:
         for value in (2.0, 3.0):
-            save_checkpoint(tmp_path, constant(value))
+            answered(partial(save_checkpoint, tmp_path, constant(value)))
         assert first.exists()
         return read(*args)
 
@@ -257,40 +257,6 @@ def test_damage_of_several_words_is_found(damage: Callable[[bytes], bytes], tmp_
     for read in (partial(load_checkpoint, model=model), check_path):
         with pytest.raises(DamagedFileError, match=r"model\.safetensors"):
             read(tmp_path)
-
-
-def test_checksums_that_are_numbers_are_compared(tmp_path: Path) -> None:
-    """Files of earlier versions: CRC-32 of the sums of the words of each page, and of the rest."""
-    model = nn.Linear(64, 70, bias=False)
-    save_checkpoint(tmp_path, model)
-    version = current(tmp_path)
-    file, data = version / "model.safetensors", (version / "model.safetensors").read_bytes()
-    head, tensor = data[: -64 * 70 * 4], data[-64 * 70 * 4 :]
-    sums = np.frombuffer(tensor[: 4 * 4096], np.uint64).reshape(4, -1).sum(1).tobytes()
-    old = {"": zlib.crc32(head), "weight": zlib.crc32(sums + tensor[4 * 4096 :])}
-    rewrite(version / "checkpoint.json", lambda found: found["files"].update({file.name: old}))
-    load_checkpoint(tmp_path, model)
-    flipped(file, len(data) - 5000, 3)
-    with pytest.raises(DamagedFileError, match="the checksum of 'weight' is wrong"):
-        load_checkpoint(tmp_path, model)
-
-
-def test_checkpoint_of_the_first_version_loads(tmp_path: Path) -> None:
-    """Without checksums, without a token in the version's name, with tensors that lack the table's name."""
-    run = Saved(tmp_path)
-    run.load()
-    run.model.first.table.save(run.version / "table-0.safetensors")
-    manifest = json.loads((run.version / "checkpoint.json").read_text())
-    for key in ("files", "checksum", "schedulers", "scaler", "rng"):
-        del manifest[key]
-    (run.version / "checkpoint.json").write_text(json.dumps(manifest))
-    run.version.rename(run.folder / "v0000001")
-    about = {"token": manifest["token"], "version": "v0000001"}
-    (run.folder / "CURRENT.json").write_text(json.dumps(about))
-    run.assert_loads()
-    (run.folder / "CURRENT.json").write_text(json.dumps({**about, "prefious": ["v0000001"]}))
-    with pytest.raises(DamagedFileError, match=r"CURRENT\.json"):
-        run.load()
 
 
 @pytest.mark.parametrize("is_pipe", [True, False])
@@ -548,8 +514,6 @@ def test_checking_a_copy_of_a_folder_checks_the_copies_of_its_tables(tmp_path: P
     assert f"{tmp_path}/good/1.bed" in check_path(tmp_path / "good" / "run")
     with pytest.raises(DamagedFileError, match=r"damaged/1\.bed"):
         check_path(tmp_path / "damaged" / "run")
-    rewrite(current(tmp_path / "good" / "run") / "checkpoint.json", lambda found: found.pop("relative_paths"))
-    assert f"{tmp_path}/good/1.bed" in check_path(tmp_path / "good" / "run"), "of an earlier version"
     with pytest.raises(FlatbedError, match="is not as it was when"):
         check_path(tmp_path / "own" / "run")
     shutil.copytree(tmp_path / "own" / "second", tmp_path / "good" / "alone")  # beside another table

@@ -189,8 +189,7 @@ def read_manifest(path: Path, token: str | None = None) -> dict[str, Any]:
                 f"{path} has version {found['version']} of the format, and this flatbed knows version "
                 f"{FORMAT_VERSION}: load it with the flatbed that wrote it"
             )
-        checksum = found.pop("checksum", None)  # manifests of earlier versions have none
-        if checksum not in (None, zlib.crc32(json.dumps(found).encode())):
+        if found.pop("checksum") != zlib.crc32(json.dumps(found).encode()):
             raise ValueError("its checksum is wrong")
         return _checked(found)
 
@@ -198,12 +197,9 @@ def read_manifest(path: Path, token: str | None = None) -> dict[str, Any]:
 def _checked(found: dict[str, Any]) -> dict[str, Any]:
     """Return a manifest if it has the expected types, and only names files of its own folder."""
     kinds: dict[str, type] = {"token": str, "model": dict, "tables": dict, "extra": dict, "n_optimizers": int}
-    # Manifests of earlier versions lack some of these.
-    later: dict[str, type] = {"files": dict, "shards": dict, "paths": dict, "relative_paths": dict}
-    later |= {"schedulers": list, "scaler": dict, "rng": list}
-    found = {**{key: kind() for key, kind in later.items()}, **found}
-    found["scaler"] = found["scaler"] or {}
-    for key, kind in {**kinds, **later}.items():
+    kinds |= {"files": dict, "shards": dict, "paths": dict, "relative_paths": dict}
+    kinds |= {"schedulers": list, "scaler": dict, "rng": list}
+    for key, kind in kinds.items():
         if not isinstance(found[key], kind):
             raise TypeError(f"{key} is {found[key]!r}")
     for name in (*found["files"], *(name for name in found["tables"].values() if name is not None)):

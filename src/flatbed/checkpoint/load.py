@@ -330,8 +330,8 @@ def _optimizer_parts(path: Path, manifest: Mapping[str, Any], training: Training
             state = unpack(about["state"], tensors)
             where = f"{path} (optimizer {number})"
             check_same(optimizer, about, names_of(optimizer, known), where=where)
-            state, saved = shard_state(optimizer, state), about.get("class", given)
-            options, ours = unpack(about.get("options", {}), tensors), {**NO_OPTIONS, **options_of(optimizer)}
+            state, saved = shard_state(optimizer, state), about["class"]
+            options, ours = unpack(about["options"], tensors), {**NO_OPTIONS, **options_of(optimizer)}
             differing = [name for name in ours if options.get(name, ours[name]) != ours[name]]
         if differing:
             saved += f"({', '.join(f'{name}={options[name]}' for name in differing)})"

@@ -128,11 +128,9 @@ def check_path(path: Path, *, forget: bool = False) -> str:
             check_files(version, manifest)
             for file in filter(None, manifest["tables"].values()):
                 inspect(version / file)
-            n_files = len(manifest["files"])
-            if not n_files:
-                return f"{version}: complete, without checksums (an earlier version of flatbed wrote it)"
             others = [_check_own_file(name, version, manifest) for name in manifest["paths"]]
-            return "\n".join((f"{version}: all {n_files} files are as they were written", *others))
+            found = f"{version}: all {len(manifest['files'])} files are as they were written"
+            return "\n".join((found, *others))
     return _check_file(path)
 
 
@@ -145,8 +143,7 @@ def _check_own_file(name: str, version: Path, manifest: dict[str, Any]) -> str:
     saved, n_ranks = Path(manifest["paths"][name]), manifest["shards"].get(name, 1)
     if n_ranks > 1:
         return f"the rows of {name} are in files of {n_ranks} ranks, {saved.name}.*: check them, too"
-    relative = manifest["relative_paths"].get(name, f"../{saved.name}")  # earlier manifests have none
-    places = (Path(os.path.normpath(version.parent / relative)), saved)
+    places = (Path(os.path.normpath(version.parent / manifest["relative_paths"][name])), saved)
     found = [path for path in places if path.exists()]
     if not found:
         raise FlatbedError(

@@ -137,8 +137,7 @@ def save_checkpoint(
 def _refuse_partial_steps(training: Training) -> None:
     """Raise if some parameters have made a step that others have not, or hold averages."""
     for one in (*training.optimizers, *(table._owner for table in training.tables.values())):
-        in_averages = getattr(one, "_averages_in_model", False)  # they can be saved without the optimizer
-        if getattr(one, "_has_partial_step", False) and not in_averages:
+        if getattr(one, "_has_partial_step", False):
             raise FlatbedError(
                 f"a step or ema_weights() of {type(one).__name__}, or a load, was interrupted, or is going "
                 "on: some parameters have changed, and others have not. Load the last checkpoint. To save at "
@@ -341,7 +340,7 @@ class Version:
                 {"class": type(one).__name__, "state": packer.pack(one.state_dict(), f"{kind} {number}")}
                 for number, one in enumerate(things)
             ]
-        manifest["scaler"] = next(iter(manifest["scaler"]), None)
+        manifest["scaler"] = next(iter(manifest["scaler"]), {})
         manifest["rng"] = packer.pack(rng, "rng")
         if packer.tensors:
             self._write_tensors("state.safetensors", packer)

@@ -211,23 +211,17 @@ def names_of(optimizer: Optimizer, known: Mapping[Any, str]) -> list[list[Any]]:
 def check_same(optimizer: Optimizer, about: Mapping[str, Any], names: list[list[Any]], *, where: str) -> None:
     """Raise unless state was saved from the same parameters in the same groups."""
     kind, advice = type(optimizer).__name__, "build it over the same parameters, in the same order"
-    theirs, ours = _without_names(about["shapes"]), shapes_of(optimizer)
+    theirs, ours = about["shapes"], shapes_of(optimizer)
     if theirs != ours:
         raise FlatbedError(
             f"{where} holds state for parameters of the shapes {str(theirs)[:200]}; {kind} has "
             f"{str(ours)[:200]}: {advice}"
         )
-    for saved, own in _known_pairs(about.get("names"), names):
+    for saved, own in _known_pairs(about["names"], names):
         if saved != own:
             raise FlatbedError(
                 f"{where} holds the state of '{saved}' for a parameter that is '{own}' in {kind}: {advice}"
             )
-
-
-def _without_names(shapes: list[Any]) -> list[Any]:
-    """Remove the names that earlier versions wrote before the shapes of the parts of flat parameters."""
-    kept = [one for one in shapes if not isinstance(one, str)]
-    return [_without_names(one) if isinstance(one, list) else one for one in kept]
 
 
 def _known_pairs(theirs: Any, ours: Any) -> Iterator[tuple[str, str]]:

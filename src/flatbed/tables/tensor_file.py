@@ -130,15 +130,6 @@ class Checksum:
         return f"{zlib.crc32(self._rest, self._crc):08x}"
 
 
-class OldChecksum(Checksum):
-    """The checksum of earlier versions, a number in their manifests."""
-
-    @staticmethod
-    def page_sums(pages: memoryview) -> bytes:
-        words = np.frombuffer(pages, np.uint64).reshape(-1, SUM_BYTES // 8)
-        return bytes(words.sum(1).data)
-
-
 # ---- writing
 
 
@@ -296,10 +287,7 @@ def check_tensors(path: Path, checksums: Any, part: slice = slice(None)) -> None
     ):
         head = file.read(8)
         text = file.read(min(int.from_bytes(head, "little"), HEADER_LIMIT))
-        kind = Checksum
-        if isinstance(checksums[""], int):
-            kind, checksums = OldChecksum, {name: f"{value:08x}" for name, value in checksums.items()}
-        checksum = kind()
+        checksum = Checksum()
         checksum.add(*checksum.shortened(0, memoryview(head + text)))
         if checksum.value != checksums[""]:
             raise ValueError("the checksum of its header is wrong")
@@ -310,7 +298,7 @@ def check_tensors(path: Path, checksums: Any, part: slice = slice(None)) -> None
         buffer = bytearray(min(BLOCK_BYTES, path.stat().st_size))
         names = sorted(checksums.keys() - {""}, key=lambda name: header[name]["data_offsets"])
         for name in names[part]:
-            checksum, (start, stop) = kind(), header[name]["data_offsets"]
+            checksum, (start, stop) = Checksum(), header[name]["data_offsets"]
             file.seek(8 + len(text) + start)
             for at in range(start, stop, BLOCK_BYTES):
                 block = memoryview(buffer)[: stop - at]
