@@ -8,7 +8,7 @@ from importlib.metadata import version
 HELP = """\
 Usage: flatbed [OPTIONS] COMMAND [ARGS]...
 
-Training memory where it should be: word vectors, and what this machine offers.
+Train word vectors, check files of flatbed, and see what this machine offers.
 
 Options:
   --version  Print the version.
@@ -17,7 +17,7 @@ Options:
 Commands:
   word2vec   Train word vectors, over tables in host memory.
   neighbors  Show the words whose vectors have the most similar directions.
-  check      Read a checkpoint or the file of a table, and say whether it is damaged. Changes nothing.
+  check      Say if a checkpoint, or the file of a table, is damaged. Only --forget changes a file.
   doctor     Look at torch, GPU, memory, bus and disk. With --table-gb, recommend a storage for a table.
 
 flatbed COMMAND --help has the options of a command."""

@@ -125,6 +125,7 @@ def test_lines_instead_of_a_bar(text: Path, tmp_path: Path, monkeypatch: pytest.
     [
         (["TEXT", "--out", "."], "is a directory"),
         (["TEXT", "--ngrams", "three"], "lengths such as 3-6; found 'three'"),
+        (["TEXT", "--ngrams", "3-6"], "--ngrams needs --buckets"),
         (["TEXT", "--resume"], "holds no checkpoint"),
         (["TEXT", "--device", "tpu9x"], "torch cannot use 'tpu9x'"),
         (["TEXT", "--checkpoint", "TEXT"], "is a file"),

@@ -25,6 +25,9 @@ def test_words_are_counted_and_sorted() -> None:
     assert corpus.counts.tolist() == [3, 2, 1, 1]
     assert text(corpus) == [s for s in sentences if s]
     assert len(corpus) == 7
+    assert repr(corpus) == "Corpus(7 words of text, 4 distinct: b, a, c, d)"
+    many = Corpus.from_sentences([[f"{n:04}" for n in range(1200)]])
+    assert repr(many) == "Corpus(1,200 words of text, 1,200 distinct: 0000, 0001, 0002, 0003, …)"
     for n in (1, 3, 4, 7, 99):
         found = text(Corpus.from_sentences(sentences, max_words=n))
         assert [word for words in found for word in words] == [*"bacbadb"][:n]

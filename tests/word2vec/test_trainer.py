@@ -188,6 +188,12 @@ def test_resume_refuses_other_settings_and_texts(tmp_path: Path) -> None:
     assert again.step == trainer.step
 
 
+def test_lengths_of_ngrams_need_buckets() -> None:
+    """Otherwise there are no n-grams."""
+    with pytest.raises(ValueError, match=r"\(2, 4\).*buckets"):
+        Settings(ngrams=(2, 4))
+
+
 def test_every_optimizer_that_is_listed_trains() -> None:
     with pytest.raises(ValueError, match="optimizer must be one of") as caught:
         Settings(optimizer="")

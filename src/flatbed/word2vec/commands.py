@@ -223,6 +223,8 @@ def _settings(options: dict[str, Any], defaults: dict[str, Any]) -> Settings:
         if len(lengths) > 2 or not all(length.isdecimal() for length in lengths):
             raise ValueError(f"--ngrams must be lengths such as 3-6; found {given['ngrams']!r}")
         given["ngrams"] = (int(lengths[0]), int(lengths[-1]))
+        if not given.get("buckets"):
+            raise ValueError("--ngrams needs --buckets, 1000000 for example: without, there are no n-grams")
     settings = Settings(**defaults | given)
     try:
         torch.empty(0, device=settings.torch_device)

@@ -91,6 +91,10 @@ class Corpus:
         new_id[order] = np.arange(len(found), dtype=np.int32)
         return cls([found[word] for word in order], counts[order], new_id[ids], np.array(ends, np.int64))
 
+    def __repr__(self) -> str:
+        words = ", ".join([*self.words[:4], *(["…"] if len(self.words) > 4 else [])])
+        return f"Corpus({len(self):,} words of text, {len(self.words):,} distinct: {words})"
+
     def __len__(self) -> int:
         """Return the number of words of text."""
         return len(self.ids)

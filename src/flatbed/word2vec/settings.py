@@ -109,6 +109,10 @@ class Settings:
             )
         if not 1 <= self.ngrams[0] <= self.ngrams[1]:
             raise ValueError(f"ngrams must be the least and the greatest length; found {self.ngrams}")
+        if not self.buckets and self.ngrams != (3, 6):
+            raise ValueError(
+                f"ngrams={self.ngrams} needs rows for n-grams: give buckets, 1_000_000 for example"
+            )
         find_optimizer(self.optimizer)
 
     @property
