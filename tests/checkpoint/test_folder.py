@@ -101,6 +101,30 @@ def test_version_stays_while_it_is_read(tmp_path: Path, monkeypatch: pytest.Monk
     assert not first.exists()
 
 
+def test_a_folder_beyond_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`link/../run` is beside the target of the link, where the file of a table finds it again."""
+    job, copied = tmp_path / "job", tmp_path / "copied"
+    (job / "target" / "inner").mkdir(parents=True)
+    (job / "link").symlink_to(job / "target" / "inner")
+    folder = job / "link" / ".." / "run"
+    model, optimizer = build(job)
+    save_checkpoint(folder, model, optimizer)
+    step(model, optimizer, 1)
+    with monkeypatch.context() as patch:  # as a kill would leave it
+        patch.setattr(DiskStorage, "commit", lambda storage: None)
+        save_checkpoint(folder, model, optimizer)
+    expected = snapshot(model, optimizer)
+    shutil.copytree(job, copied, symlinks=True)
+    for place in (copied, job):
+        close(model)
+        model, optimizer = build(place)
+        with pytest.raises(FlatbedError, match="rest of that checkpoint was not loaded"):
+            save_checkpoint(place / "target" / "run", model, optimizer)
+        load_checkpoint(place / "target" / "run", model, optimizer)
+        assert difference(snapshot(model, optimizer), expected) is None
+    close(model)
+
+
 def copied_job(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Save a job twice, and copy it between the second decision and the copying of rows."""
     model, optimizer = build(folder / "job")

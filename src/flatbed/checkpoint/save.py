@@ -89,6 +89,8 @@ def save_checkpoint(
         Lockstep("saving a checkpoint") as lockstep,
     ):
         folder = as_path(folder, "folder").absolute()
+        if ".." in folder.parts:  # which may lead elsewhere behind a link than in the text of a path
+            folder = folder.resolve()
         training = Training.of(model, optimizer, scheduler, scaler)
         _refuse_partial_steps(training)
         if type(keep) is not int or keep < 1:
@@ -160,10 +162,10 @@ def _warn_of_another_run(folder: Path) -> None:
 
 def _undo(version: Path) -> None:
     """Remove the version of a save that has failed."""
-    with suppress(FlatbedError):
-        if version.name in folders.kept_versions(version.parent):
-            return  # CURRENT.json names this version already; disk tables commit it at their next change
-    shutil.rmtree(version, ignore_errors=True)
+    with suppress(FlatbedError):  # if CURRENT.json cannot be read, the next save removes the version
+        if version.name not in folders.kept_versions(version.parent):
+            shutil.rmtree(version, ignore_errors=True)
+        # Otherwise disk tables commit this version at their next change.
 
 
 def _check_loaded(training: Training, folder: Path) -> None:
