@@ -6,6 +6,7 @@ import contextlib
 import errno
 import gc
 import json
+import os
 import re
 import shutil
 import sys
@@ -345,12 +346,30 @@ def test_a_load_drops_gradients(tmp_path: Path) -> None:
     run, temperature = Saved(tmp_path), nn.Parameter(torch.ones(1))  # of the loss, and not of the model
     parameters = [*(p for p in run.model.parameters() if p.requires_grad), temperature]
     run.optimizer = [run.optimizer, flatbed.optim.SGD([temperature])]
-    save_checkpoint(run.folder, run.model, run.optimizer)
+    with pytest.warns(UserWarning, match="not in the model"):
+        save_checkpoint(run.folder, run.model, run.optimizer)
     (run.model(torch.arange(5)).square().sum() * temperature).backward()
     assert all(p.grad is not None for p in parameters)
     run.load()
     assert all(p.grad is None for p in parameters)
     close(run.model)
+
+
+def test_parameters_outside_of_the_model_are_named(tmp_path: Path) -> None:
+    """Their optimizer state is saved, and their values are not."""
+    model, loss = nn.Linear(3, 3), nn.Linear(3, 2)
+    parameters = [*model.parameters(), *loss.parameters()]
+    words = r"Adam has parameters that are not in the model, of the shapes \[\[2, 3\], \[2\]\]"
+    for make in (flatbed.optim.Adam, lambda p: torch.optim.Adam(flatbed.FlatParams(p).parameters())):
+        optimizer = make(parameters)
+        with pytest.warns(UserWarning, match=words) as caught:
+            save_checkpoint(tmp_path, model, optimizer)
+        assert [warning.filename for warning in caught] == [__file__]
+        with pytest.raises(UserWarning, match=words):  # an error in tests: nothing was saved
+            save_checkpoint(tmp_path, model, optimizer)
+        assert sorted(os.listdir(tmp_path)) == [".lock", "CURRENT.json", current(tmp_path).name]
+        save_checkpoint(tmp_path, nn.ModuleDict({"model": model, "loss": loss}), optimizer)
+        save_checkpoint(tmp_path, nn.Sequential(model, loss), make(model.parameters()))
 
 
 def test_versions_whose_disk_table_would_be_lost_are_not_kept(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from io import BytesIO
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from flatbed.checkpoint.training import Training
 from flatbed.distributed.dense_shards import Sharding, whole
 from flatbed.distributed.ranks import Lockstep, communicating, rank, world_size
 from flatbed.errors import FlatbedError
+from flatbed.flat.buffer import FlatParameter
 from flatbed.progress import progress
 from flatbed.tables import saving
 from flatbed.tables.files import BLOCK_BYTES, as_path, lock, write_text
@@ -205,6 +207,26 @@ def _tables_in_place(training: Training, copy_disk_tables: bool, keep: int) -> l
     return in_place
 
 
+def _warn_of_other_params(training: Training) -> None:
+    """Warn of parameters of optimizers that are not in the model: their values are not saved."""
+    known = {id(param) for param in training.model.parameters()}
+    for one in training.optimizers:
+        others = [
+            list(part.shape)
+            for param in chain.from_iterable(group["params"] for group in one.param_groups)
+            for part in (param.buffer.originals if isinstance(param, FlatParameter) else [param])
+            if id(part) not in known
+        ]
+        if others:
+            warnings.warn(
+                f"{type(one).__name__} has parameters that are not in the model, of the shapes "
+                f"{str(others[:3])[:-1]}{', …' if len(others) > 3 else ''}]: the checkpoint holds the "
+                "optimizer's state of them, and not their values. Pass a module that holds all of them, "
+                "nn.ModuleList([model, loss]) for example",
+                stacklevel=5,
+            )
+
+
 def _checked_extra(extra: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return `extra` as a dict; raise if JSON would change it."""
     try:
@@ -244,6 +266,10 @@ class Version:
         """Write model and optimizers without tables."""
         packer = Packer(tied=True)
         values = dense_state(self.training.model)
+        if self.lockstep.first:
+            _warn_of_other_params(
+                self.training
+            )  # after `dense_state`, in which FSDP2 shards parameters again
         known = names_by_place({**values, **self.training.tables})
         self.manifest["model"] = {name: packer.pack(value, name) for name, value in values.items()}
         self._check_shared(packer.tensors)
