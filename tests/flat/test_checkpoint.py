@@ -225,7 +225,7 @@ def test_a_checkpoint_of_another_order_of_parameters(tmp_path: Path) -> None:
 
     flatbed.save_checkpoint(tmp_path, *trained("ab", load=False))
     trained("ab", load=True)
-    with pytest.raises(FlatbedError, match=r"\['a.weight', 3, 3\].*Adam has .*\['b.weight', 1, 3\]"):
+    with pytest.raises(FlatbedError, match=r"shapes \[+3, 3\].*Adam has \[+1, 3\]"):
         trained("ba", load=True)
 
 

@@ -117,7 +117,12 @@ SAVING: list[Mistake] = [
         r"'0.weight' is no table in .*run.*from_pretrained",
         saved=lambda: nn.Sequential(nn.Embedding(10, 4)),
     ),
-    loads("of DDP", model, r"save and load ddp\.module", saved=lambda: nn.ModuleDict({"module": model()})),
+    loads(
+        "of DDP",
+        model,
+        "save and load the model itself, not the wrapper of DDP",
+        saved=lambda: nn.ModuleDict({"module": model()}),
+    ),
     loads(
         "of another size",
         lambda: nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1)),

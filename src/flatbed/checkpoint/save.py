@@ -266,10 +266,8 @@ class Version:
         """Write model and optimizers without tables."""
         packer = Packer(tied=True)
         values = dense_state(self.training.model)
-        if self.lockstep.first:
-            _warn_of_other_params(
-                self.training
-            )  # after `dense_state`, in which FSDP2 shards parameters again
+        if self.lockstep.first:  # after `dense_state`, in which FSDP2 shards parameters again
+            _warn_of_other_params(self.training)
         known = names_by_place({**values, **self.training.tables})
         self.manifest["model"] = {name: packer.pack(value, name) for name, value in values.items()}
         self._check_shared(packer.tensors)
