@@ -263,6 +263,21 @@ def test_windows_beside_a_loop_that_waits(n_slots: int, monkeypatch: pytest.Monk
     emb(held)
 
 
+@pytest.mark.usefixtures("interpreted")
+def test_windows_that_grow_leave_graphs_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside a loop that waits, each window is used for a while. Later loops need the few graphs."""
+    emb = made(400, 180)
+    simulate_graphs(monkeypatch, cache_of(emb))
+    batches = [torch.randint(400, (2, 2)) for _ in range(60)]
+    lookups: Any = {emb: lambda ids: [*ids]}
+    waits = iter(flatbed.Prefetcher(batches, lookups, depth=3))
+    next(waits)
+    for _ in flatbed.Prefetcher(batches, lookups, depth=3):
+        pass
+    kinds = [graph.kind for graph in cache_of(emb)._graphs._graphs]
+    assert kinds.count((2, 7)) >= 8
+
+
 def decided(policy: str) -> tuple[list[Tensor], Any]:
     """Prefetch batches of several sizes into a cache with room for all rows. Returns results and cache."""
     cache, chance = cache_of(made(1000, 900, policy, device="cuda")), torch.Generator().manual_seed(0)

@@ -87,7 +87,8 @@ class DecisionGraphs:
         if kind not in self._n_uses and len(self._n_uses) == MAX_KINDS:
             self._n_uses.clear()
         self._n_uses[kind] = self._n_uses.get(kind, 0) + 1
-        return self._n_uses[kind] > N_EAGER
+        # Beside a loop that waits, windows double. Each is used for half its size on the way.
+        return self._n_uses[kind] > max(N_EAGER, kind[1] // 2)
 
     def _capture(self, kind: tuple[int, int]) -> DecisionGraph | None:
         try:
