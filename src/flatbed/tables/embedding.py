@@ -425,9 +425,10 @@ class EmbeddingBag(TableModule, torch_embedding_bag):  # type: ignore[misc]
         device = table._store.device
         if offsets is not None:
             offsets = as_ids(offsets, name="offsets")
-            on_host = offsets.device.type == "cpu" and offsets.dim() == 1
-            if on_host and bool((offsets[1:] < offsets[:-1]).any()):
-                raise ValueError(f"offsets must not decrease; found {offsets.tolist()[:20]}")
+            if offsets.device.type == "cpu" and offsets.dim() == 1:
+                starts = offsets.numpy()  # in half of the time that torch takes
+                if (starts[1:] < starts[:-1]).any():
+                    raise ValueError(f"offsets must not decrease; found {offsets.tolist()[:20]}")
             offsets = offsets.to(device)
             if self.include_last_offset and not offsets.numel() and not batch.keys.numel():
                 offsets = offsets.new_zeros(1)  # no bags: `offsets[:0]` of a Prefetcher with uneven="empty"
