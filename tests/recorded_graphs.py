@@ -56,7 +56,8 @@ class RecordedGraph(TorchDispatchMode):
         if func._schema.is_mutable:
             self._calls.append(call)
             is_own = all(address(one) in self._allocated for one in tensors(args[0]))
-            return call() if is_own else args[0]  # other memory does not change before a replay
+            # Other memory does not change before a replay.
+            return call() if is_own else args[0] if func._schema.returns else None
         if func is VIEW or any(one.alias_info for one in func._schema.returns):
             return call()  # its memory is that of another result
         made = without_values(func, args, kwargs) if tensors((args, kwargs)) else call()

@@ -18,8 +18,8 @@ SOURCE = Path(flatbed.__file__).parent
 ROOT = Path(__file__).parents[1]
 ORDER = [
     *("_version", "errors", "layout", "rule", "progress", "cuda", "kernels", "distributed", "tables", "data"),
-    *("optim", "flat", "checkpoint", "capture", "compat", "word2vec", "cost_model", "doctor", "cli"),
-    "__main__",
+    *("optim", "flat", "checkpoint", "captured_grads", "capture", "compat", "word2vec", "cost_model"),
+    *("doctor", "cli", "__main__"),
 ]
 """Parts of the package, each importing only itself and parts before it."""
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import flatbed
-from flatbed.capture import kept_grads
+from flatbed.captured_grads import grads_of_capture
 from flatbed.tables.captured_lookups import NotedLookup, current_capture
 from tests.recorded_graphs import graph_device
 
@@ -276,12 +276,12 @@ def test_gradients_are_put_back_if_a_capture_fails() -> None:
         embedding(torch.tensor([3])).sum().backward()
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt), kept_grads(params):
+    with pytest.raises(KeyboardInterrupt), grads_of_capture([optimizer]):
         fail()
     assert layer.weight.grad is weight
     assert layer.bias.grad is bias
     assert embedding.table.grad_rows.tolist() == rows == [1, 2]
-    with kept_grads(params):
+    with grads_of_capture([optimizer]):
         optimizer.zero_grad()
     assert layer.bias.grad is None
 
@@ -302,7 +302,7 @@ def test_gradients_of_other_parameters_are_put_back_if_a_capture_fails(graph_dev
     for _ in range(3):
         run(torch.ones(1, 2, device=graph_device))
         last.zero_grad()
-    with pytest.warns(UserWarning, match="leaves gradients"), pytest.raises(flatbed.FlatbedError):
+    with pytest.raises(flatbed.FlatbedError, match="cannot be captured"):
         run(torch.ones(1, 2, device=graph_device))
     assert len(shown) == 3
     assert [p.grad for p in last.parameters()] == [None, None], "a gradient that no kernel has computed"
@@ -409,6 +409,133 @@ def test_gradients_beside_those_of_the_step(graph_device: str) -> None:
         assert not captured or all(step._graph is not None for step in pair)
         results.append(torch.stack(losses))
     assert torch.equal(*results)
+
+
+def generator_steps(device: str, *, captured: bool) -> tuple[Tensor, bool]:
+    """Losses of a GAN whose discriminator is trained eagerly. Its step begins with `zero_grad`."""
+    torch.manual_seed(0)
+    nets = [nn.Linear(3, 3).to(device) for _ in range(2)]
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
+
+    def train(rows: Tensor, number: int = 0) -> Tensor:
+        optimizers[number].zero_grad()
+        made = nets[0](rows) if number == 0 else nets[0](rows).detach()
+        loss: Tensor = nets[1](made).square().mean() * (1 - 2 * number) / 4
+        loss.backward()
+        optimizers[number].step()
+        return loss.detach()
+
+    step: Any = flatbed.capture(train) if captured else train
+    losses, was_replayed = [], False
+    for rows in torch.rand(16, 4, 3, generator=torch.Generator().manual_seed(1)):
+        graph = step._graph if captured else None
+        losses += [step(rows.to(device)), train(rows.to(device), 1)]
+        was_replayed = graph is not None and graph is step._graph
+    return torch.stack(losses), was_replayed
+
+
+def test_gradients_that_other_code_drops(graph_device: str) -> None:
+    """The graph gets memory of its own for them: the one before would be free."""
+    expected, _ = generator_steps(graph_device, captured=False)
+    with pytest.warns(UserWarning, match="leaves gradients of 2 parameters"):
+        found, was_replayed = generator_steps(graph_device, captured=True)
+    assert was_replayed
+    assert torch.equal(found, expected)
+
+
+ACCUMULATIONS = {
+    "the step": (False, True),
+    "backward and step": (True, True),
+    "the step, and gradients are dropped outside of it": (True, False),
+}
+
+
+@pytest.mark.parametrize("kind", ["torch", "flatbed", "flat"])
+@pytest.mark.parametrize("name", ACCUMULATIONS)
+def test_gradients_that_are_accumulated_outside(name: str, kind: str, graph_device: str) -> None:
+    """Their memory must stay the same: a graph would read that of the first ones."""
+    if (kind, name) == ("flat", "the step"):
+        pytest.skip("flat parameters have gathered their gradients before the step")
+    computes, drops = ACCUMULATIONS[name]
+
+    def losses(captured: bool, set_to_none: bool) -> Tensor:
+        torch.manual_seed(0)
+        model, generator = nn.Linear(8, 1).to(graph_device), torch.Generator().manual_seed(1)
+        params: Any = flatbed.FlatParams(model).parameters() if kind == "flat" else model.parameters()
+        optimizer = (flatbed.optim if kind == "flatbed" else torch.optim).SGD(params, lr=0.1)
+
+        def backward(x: Tensor) -> Tensor:
+            loss: Tensor = model(x).square().mean()
+            loss.backward()
+            return loss.detach()
+
+        def train(x: Tensor) -> Tensor:
+            loss = backward(x) if computes else x.sum()
+            optimizer.step()
+            if drops:
+                optimizer.zero_grad(set_to_none=set_to_none)
+            return loss
+
+        step, found = flatbed.capture(train) if captured else train, []
+        for x in torch.rand(12, 3, 4, 8, generator=generator).to(graph_device):
+            found += [backward(x[0]), backward(x[1]), step(x[2])]
+            if not drops:
+                optimizer.zero_grad(set_to_none=set_to_none)
+        return torch.stack(found)
+
+    with pytest.raises(flatbed.FlatbedError, match=r"zero_grad\(set_to_none=False\)"):
+        losses(captured=True, set_to_none=True)
+    found, expected = (losses(captured, set_to_none=False) for captured in (True, False))
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["zero_grad first", "zero_grad last"])
+def test_a_scaler_that_skips_the_first_steps(is_first: bool, graph_device: str) -> None:
+    """Warm-ups do not leave out the optimizer's step, which makes the state."""
+    results = []
+    for captured in (False, True):
+        torch.manual_seed(0)
+        model, generator = nn.Linear(8, 1).to(graph_device), torch.Generator().manual_seed(1)
+        optimizer = flatbed.optim.Adam(model.parameters(), lr=0.01)
+        scaler = torch.amp.GradScaler(graph_device, init_scale=2.0**127)
+
+        def train(
+            x: Tensor, model: nn.Module = model, optimizer: Any = optimizer, scaler: Any = scaler
+        ) -> Tensor:
+            if is_first:
+                optimizer.zero_grad()
+            loss: Tensor = model(x).square().mean()
+            scaler.scale(loss * 64).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            if not is_first:
+                optimizer.zero_grad()
+            return loss.detach()
+
+        step: Any = flatbed.capture(train) if captured else train
+        losses = [step(x) for x in torch.rand(16, 4, 8, generator=generator).to(graph_device)]
+        assert 2.0**115 < scaler.get_scale() < 2.0**124
+        assert not captured or step._graph is not None
+        results.append(torch.stack([*losses, *model.weight.detach().flatten()]))
+    assert torch.equal(*results)
+
+
+def test_an_optimizer_that_steps_in_some_calls_only(graph_device: str) -> None:
+    model, calls = nn.Linear(8, 1).to(graph_device), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train(x: Tensor) -> Tensor:
+        calls.append(x)
+        loss: Tensor = model(x).sum()
+        loss.backward()
+        if len(calls) % 4 == 0:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+        return loss
+
+    step, x = flatbed.capture(train), torch.ones(4, 8, device=graph_device)
+    with pytest.raises(flatbed.FlatbedError, match="do not take the same steps in each call"):
+        list(map(step, [x] * 8))
 
 
 def test_a_batch_whose_call_failed_is_no_example() -> None:

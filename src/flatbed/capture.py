@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,8 +21,16 @@ from torch.utils._pytree import (
     tree_map_only,
     tree_unflatten,
 )
-from torch.utils.weak import TensorWeakRef
 
+from flatbed.captured_grads import (
+    GRAD,
+    LEAVES,
+    REPLACED,
+    CapturedGrads,
+    DroppedGradsError,
+    grads_of_capture,
+    params_of,
+)
 from flatbed.cuda.graph import capture_step
 from flatbed.cuda.streams import relaxed_capture, stream_for
 from flatbed.data.batches import as_tensor
@@ -39,12 +46,9 @@ from flatbed.tables.captured_lookups import (
 from flatbed.tables.config import device_of
 from flatbed.tables.ids import NO_ERROR, DeferredIdChecks
 from flatbed.tables.lookup import prepare_replay
-from flatbed.tables.table import Table
 
 WARM_UP = 3
 """Calls before the capture: kernels are compiled, and optimizers and tables allocate, in the first ones."""
-MAX_DROPPED = 3
-"""How often gradients may be dropped that no optimizer in a step uses: a GradScaler may have skipped it."""
 
 
 def capture(
@@ -53,10 +57,11 @@ def capture(
     """Return a function that runs `train_step` as one CUDA graph, with the same results.
 
     - `train_step`: a function of one batch that looks up, computes the loss, calls `backward()`, the
-      optimizer's `step()` and `zero_grad()`, and returns tensors, for example the loss. It raises if no
-      optimizer steps in it, and code outside drops the gradients that it leaves. It must not read
-      values of GPU tensors (`.item()`, `print`), and it runs on one stream. Python code in it runs during
-      the first calls only: call learning rate schedulers outside of it.
+      optimizer's `step()` and `zero_grad()`, and returns tensors, for example the loss. Gradients that
+      pass from code outside to a step, or back, must stay where they are, by
+      ``zero_grad(set_to_none=False)``: otherwise the capture raises. It must not read values of GPU tensors
+      (`.item()`, `print`), and it runs on one stream. Python code in it runs during the first calls only:
+      call learning rate schedulers outside of it.
     - `example_batch`: a batch (nested dicts, lists and tuples of tensors or arrays) with the shapes and
       dtypes of all batches, by default the first one. Its values are not used.
     - `device`: the GPU of the training step, by default the device of the tensors in the example.
@@ -111,6 +116,7 @@ class StepGraph:
     """In pinned memory: for each check the first position out of range, which every replay writes."""
     replayed: deque[torch.cuda.Event]
     """After the last replay, and after the one before it."""
+    grads: CapturedGrads
 
     def __del__(self) -> None:
         """Wait for the last replay, since it may still write `positions`, whose memory is used again."""
@@ -136,12 +142,16 @@ class CapturedStep:
         """Lookups of the last warm-up. If one is not of a prefetched leaf, the graph admits all rows."""
         self._optimizers: list[torch.optim.Optimizer] = []
         """Those whose steps ran in the last warm-up."""
-        self._outside: list[Tensor] = []
-        """Parameters in which the second warm-up left gradients that no optimizer in it uses."""
         self._built_from: list[Any] = []
         """The fingerprint of all these at the start of the last call."""
         self._n_dropped = 0
-        """How often code outside has dropped such gradients, if no optimizer steps in the function."""
+        """How often gradients that only a new warm-up can follow were dropped."""
+        self._replaced: list[Tensor] = []
+        """Parameters of other optimizers whose gradients were dropped while a graph used them."""
+        self._hidden: list[Tensor] = []
+        """Those of them that a graph does not use any more, since they were dropped twice."""
+        self._params: list[Tensor] | None = None
+        """Parameters whose gradients the step may change; None before the first capture."""
         self._graph: StepGraph | None = None
         self._warned: set[str] = set()
 
@@ -184,22 +194,13 @@ class CapturedStep:
             return self._run_without_graph(leaves, structure)
         for static, leaf in zip(self._inputs, leaves, strict=True):
             static.copy_(leaf, non_blocking=True)
-        built_from = _fingerprint(self._noted, self._optimizers, self._outside)
+        built_from = _fingerprint(self._noted, self._optimizers)
         is_current = built_from == self._built_from
         if not is_current:
             self._graph = None  # first: Control-C may come after any line
         self._built_from = built_from
         if self._n_warm_ups < WARM_UP:
             return self._warm_up(leaves)
-        n_dropped = sum(_GRAD.__get__(p) is None for p in self._outside)
-        if n_dropped and not self._optimizers:
-            is_current, self._n_dropped = False, self._n_dropped + 1
-            if self._n_dropped > MAX_DROPPED:
-                raise FlatbedError(
-                    "train_step leaves gradients, and no optimizer in it uses them: a CUDA graph would "
-                    "write them to memory that zero_grad() outside of it drops. Call step() and zero_grad() "
-                    "of their optimizer in train_step, or zero_grad(set_to_none=False) outside"
-                )
         graph = self._graph if is_current else None
         if graph is not None and graph.hyperparameters != _hyperparameters(graph.optimizers):
             self._warn_once(
@@ -209,18 +210,17 @@ class CapturedStep:
             )
             self._graph = None
             return self._run_in_side_stream(leaves)  # optimizers need a step before each capture
+        if graph is not None and (replaced := graph.grads.replaced()):
+            graph, is_current = None, False
+            self._note_replaced(replaced)
         if graph is None and is_current:
-            if n_dropped:
-                self._warn_once(
-                    "gradients",
-                    f"the training step leaves gradients of {n_dropped} parameters that no "
-                    "optimizer in it updates. In a CUDA graph, an optimizer outside of it does not get them "
-                    "after a zero_grad(): step and zero them in train_step, or freeze these parameters",
-                )
-            graph = self._graph = self._capture(leaves)
+            try:
+                graph = self._graph = self._capture(leaves)
+            except DroppedGradsError as error:
+                self._count_dropped(str(error))
         if graph is None or not prepare_replay(graph.lookups, leaves):
             del graph  # and its memory
-            self._graph, self._n_warm_ups = None, 0
+            self._graph, self._params, self._n_warm_ups = None, None, 0
             return self._warm_up(leaves)
         graph.graph.replay()
         result = tree_map_only(Tensor, Tensor.clone, graph.outputs)
@@ -229,13 +229,9 @@ class CapturedStep:
         return result
 
     def _warm_up(self, leaves: list[Tensor]) -> Any:
-        """Run a step as it is, and note what a graph of it would depend on."""
-        before = all_leaves() if self._n_warm_ups == 1 else None
+        """Run a step as it is."""
         result = self._run_in_side_stream(leaves)
-        own = {id(p) for p in params_of(self._optimizers)}
-        outside = self._outside if before is None else changed_params(before)
-        self._outside = [p for p in outside if id(p) not in own]
-        self._n_warm_ups += 1
+        self._n_warm_ups += 1  # unless it has failed
         return result
 
     def _run_without_graph(self, leaves: list[Tensor], structure: Any) -> Any:
@@ -252,6 +248,23 @@ class CapturedStep:
                 stacklevel=5,
             )
         return tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), result)
+
+    def _note_replaced(self, replaced: list[Tensor]) -> None:
+        """Note parameters whose gradients were dropped or replaced while a graph used them."""
+        own = set(map(id, params_of(self._optimizers)))
+        if not own:
+            self._count_dropped(LEAVES)
+        elif not own.isdisjoint(map(id, replaced)):
+            self._count_dropped(REPLACED)
+        else:
+            before = set(map(id, self._replaced))
+            self._hidden += [p for p in replaced if id(p) in before]
+            self._replaced = replaced
+
+    def _count_dropped(self, message: str) -> None:
+        self._n_dropped += 1
+        if self._n_dropped > 1:  # once may be an exception
+            raise FlatbedError(message)
 
     def _check_ids(self, graph: StepGraph) -> None:
         """Raise for bad ids of the call before this one. This call runs on the GPU meanwhile."""
@@ -298,19 +311,32 @@ class CapturedStep:
         lookups = [] if others else allocate_lookups(self._noted, leaves)
         try:
             with (
-                kept_grads([*params_of(self._optimizers), *self._outside]),
+                grads_of_capture(self._optimizers, self._params, self._hidden) as grads,
                 capture_context(self._inputs, leaves, lookups) as context,
                 stepping_optimizers() as optimizers,
-                capture_step(graph, self._device),
             ):
-                outputs = self._train_step(tree_unflatten(self._inputs, self._structure))
-                if len(context.checks) > n_tables:
-                    raise FlatbedError("it looks up more tables than in the call before")
-                for i, check in enumerate(context.checks):
-                    assert check.graph_error is not None
-                    positions[i : i + 1].copy_(check.graph_error, non_blocking=True)
+                with capture_step(graph, self._device):
+                    outputs = self._train_step(tree_unflatten(self._inputs, self._structure))
+                    if len(context.checks) > n_tables:
+                        raise FlatbedError("it looks up more tables than in the call before")
+                    for i, check in enumerate(context.checks):
+                        assert check.graph_error is not None
+                        positions[i : i + 1].copy_(check.graph_error, non_blocking=True)
+                if optimizers != self._optimizers:
+                    raise FlatbedError("its optimizers do not take the same steps in each call")
+        except DroppedGradsError:
+            raise
         except (RuntimeError, FlatbedError) as error:
             raise FlatbedError(f"train_step cannot be captured in a CUDA graph: {error}") from error
+        self._params = grads.params
+        if grads.n_left:
+            self._warn_once(
+                "gradients",
+                f"the training step leaves gradients of {grads.n_left} parameters that no optimizer in it "
+                "updates. In a CUDA graph, an optimizer outside of it does not get them after a zero_grad(): "
+                "step and zero them in train_step, or freeze these parameters",
+                stacklevel=5,
+            )
         return StepGraph(
             graph,
             # Without the autograd graph, whose nodes would tie later captures to this stream.
@@ -321,6 +347,7 @@ class CapturedStep:
             context.checks,
             positions[: len(context.checks)],
             deque([torch.cuda.Event(), torch.cuda.Event()]),  # type: ignore[no-untyped-call,unused-ignore]
+            grads,
         )
 
     def _describe(self, kinds: list[tuple[torch.Size, torch.dtype]], structure: Any) -> str:
@@ -352,63 +379,6 @@ def stepping_optimizers() -> Iterator[list[torch.optim.Optimizer]]:
         hook.remove()
 
 
-@contextmanager
-def kept_grads(params: list[Tensor]) -> Iterator[None]:
-    """Put gradients back if the body, a capture, fails: those that it made were never computed."""
-    grads = [(p, p.grad) for p in params if not isinstance(p, Table)]
-    rows = [(p, [*p._grads.parts]) for p in params if isinstance(p, Table)]
-    try:
-        yield
-    except BaseException:
-        for p, grad in grads:
-            p.grad = grad
-        for table, parts in rows:
-            with table._grads.lock:
-                table._grads.parts = parts
-        raise
-
-
-_GRAD: Any = Tensor.grad
-"""The descriptor itself: tables and flat parameters have properties, which compute."""
-
-
-class Leaf(NamedTuple):
-    """A parameter, and the gradient that it has at some time. Does not keep the gradient."""
-
-    param: Tensor
-    grad: TensorWeakRef | None
-    version: int
-
-
-def all_leaves() -> list[Leaf]:
-    """Return all tensors of the process that may get a gradient, apart from tables.
-
-    The step does not say which parameters it uses, so all living objects are searched, except for those that
-    `gc.freeze` hides.
-    """
-    found: list[Leaf] = []
-    with torch._C.DisableTorchFunctionSubclass():
-        for one in gc.get_objects():
-            if not issubclass(type(one), Tensor) or issubclass(type(one), Table):
-                continue
-            with suppress(RuntimeError):  # of views whose base was changed in a way that torch refuses
-                if one.requires_grad and one.is_leaf:
-                    grad = _GRAD.__get__(one)
-                    ref: Any = None if grad is None else TensorWeakRef(grad)
-                    found.append(Leaf(one, ref, -1 if grad is None else grad._version))
-    return found
-
-
-def changed_params(before: list[Leaf]) -> list[Tensor]:
-    """Return the parameters whose gradients were made or added to since `all_leaves` returned `before`."""
-    found = []
-    for param, ref, version in before:
-        grad = _GRAD.__get__(param)
-        if grad is not None and (ref is None or (ref() is grad and version != grad._version)):
-            found.append(param)
-    return found
-
-
 class _Same:
     """Equal to another one of the same object."""
 
@@ -421,14 +391,11 @@ class _Same:
     __hash__ = None  # type: ignore[assignment]
 
 
-def _fingerprint(
-    noted: list[NotedLookup], optimizers: list[torch.optim.Optimizer], outside: list[Tensor]
-) -> list[Any]:
+def _fingerprint(noted: list[NotedLookup], optimizers: list[torch.optim.Optimizer]) -> list[Any]:
     """Return what a graph cannot follow: memory that is replaced, parameters that are frozen or added, and
     gradients from outside of the step.
 
-    An optimizer that loads a state dict has another `state` then. A graph adds to the gradients of parameters
-    `outside` of its optimizers where they are.
+    An optimizer that loads a state dict has another `state` then.
     """
     found: list[Any] = []
     for table, _ in noted:
@@ -439,16 +406,8 @@ def _fingerprint(
         found += [_Same(optimizer.state), len(optimizer.state)]
     with torch._C.DisableTorchFunctionSubclass():
         for p in params_of(optimizers):
-            found += [p.requires_grad, local_of(p).data_ptr(), _GRAD.__get__(p) is None]
-        for grad in map(_GRAD.__get__, outside):
-            is_dense = grad is not None and grad.layout == torch.strided
-            found += [grad is None, local_of(grad).data_ptr() if is_dense else 0]
+            found += [p.requires_grad, local_of(p).data_ptr(), GRAD.__get__(p) is None]
     return found
-
-
-def params_of(optimizers: list[torch.optim.Optimizer]) -> list[Tensor]:
-    """Return the parameters of all groups."""
-    return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
 
 
 def _names(batch: Any) -> list[str]:

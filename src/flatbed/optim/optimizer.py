@@ -30,6 +30,7 @@ from flatbed.optim.state_dict import ROUNDS, build_state_dict, load_state_dict
 from flatbed.optim.table_step import OptimizerTables, check_table
 from flatbed.optim.update import StepStats, update_all
 from flatbed.rule import Group, Rule
+from flatbed.tables.captured_lookups import current_capture
 from flatbed.tables.table import Table
 
 
@@ -269,14 +270,16 @@ class Optimizer(torch.optim.Optimizer):
         frameworks that clip gradients or count skipped steps work as with torch's default.
 
         Some cases always need it: a GradScaler cannot wait inside of a CUDA graph, it refuses fp16 gradients,
-        and it does not know other ranks.
+        and it does not know other ranks. Before a capture it must not skip a step, which makes the state.
         """
+        capture = current_capture()
         has_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call,unused-ignore]
         return (
             (bool(self._tables.owned) and world_size() > 1)
             or self._norm_group is not None
             or any(group.get("fused") for group in self.param_groups)
             or (has_cuda and torch.cuda.is_current_stream_capturing())
+            or (capture is not None and bool(capture.inputs))
             or on_several_meshes(p for group in self.param_groups for p in group["params"])
             or any(p.dtype == torch.float16 for group in self.param_groups for p in group["params"])
         )
