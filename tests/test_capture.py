@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 import flatbed
 from flatbed.captured_grads import grads_of_capture
 from flatbed.tables.captured_lookups import NotedLookup, current_capture
-from tests.recorded_graphs import graph_device
+from tests.recorded_graphs import graph_device, record_graphs
 
 __all__ = ["graph_device"]
 ROWS, DIM, N_IDS = 200, 8, 64
@@ -536,6 +537,25 @@ def test_an_optimizer_that_steps_in_some_calls_only(graph_device: str) -> None:
     step, x = flatbed.capture(train), torch.ones(4, 8, device=graph_device)
     with pytest.raises(flatbed.FlatbedError, match="do not take the same steps in each call"):
         list(map(step, [x] * 8))
+
+
+def test_a_capture_that_fails_is_no_partial_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It changes nothing, and a checkpoint can be saved."""
+    record_graphs(monkeypatch)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    model, batch = Model("device", "cpu"), batches("cpu")[0]
+    optimizer = flatbed.optim.SGD(model.parameters(), lr=0.1)
+    step = train_step(model, optimizer)
+    step(batch)
+
+    def capture_often() -> None:
+        for _ in range(20):  # an optimizer has memory for eight captures between two steps
+            with torch.cuda.graph(torch.cuda.CUDAGraph()):
+                step(batch)
+
+    with pytest.raises(flatbed.FlatbedError, match="take an eager step before this capture"):
+        capture_often()
+    flatbed.save_checkpoint(tmp_path, model, optimizer)
 
 
 def test_a_batch_whose_call_failed_is_no_example() -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from flatbed.cuda.streams import is_capturing
 from flatbed.distributed.dense_shards import local_of
 from flatbed.distributed.state_shards import exchange_pieces
 from flatbed.errors import FlatbedError
@@ -110,7 +111,8 @@ def update_all(optimizer: Optimizer, plan: Plan, table_steppers: list[TableStepp
         stats = optimizer._stats.of("params", [squares.device])[squares.device]
         here = None if scaling is None else scaling.to(squares.device)
         begin_step(options, here, squares.sum().sqrt().float(), stats)
-    optimizer._has_partial_step = True
+    # A capture changes nothing, also if it fails.
+    optimizer._has_partial_step = not any(is_capturing(stepper.device) for stepper in steppers)
     for stepper in steppers:
         of_all = None if squares is None else squares.to(stepper.device)
         stepper.update(options, None if scaling is None else scaling.to(stepper.device), of_all)
