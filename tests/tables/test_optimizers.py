@@ -112,6 +112,28 @@ def test_second_optimizer_takes_over_with_state_of_its_own(amsgrad: bool) -> Non
     assert_same(ours, theirs)
 
 
+@pytest.mark.parametrize("call", ["step", "state_dict", "load_state_dict", "refresh_masters"])
+@pytest.mark.parametrize("taken", ["Adam", "AdamW", None])
+def test_a_former_optimizer_changes_nothing(taken: str | None, call: str) -> None:
+    """Nor does it show the state of the next one as its own."""
+    emb = made()
+    former = flatbed.optim.SGD(emb, lr=0.1) if taken == "Adam" else flatbed.optim.Adam(emb, lr=0.1)
+    saved = former.state_dict()
+    if taken is None:
+        emb.table.drop_state()
+    else:
+        owner = getattr(flatbed.optim, taken)(emb, lr=0.1)
+        backward(emb)
+        owner.step()
+    before = emb.table.scalars(), emb.weight.clone()
+    with pytest.raises(
+        flatbed.FlatbedError, match="has been given to another optimizer since, or drop_state"
+    ):
+        getattr(former, call)(*([saved] if call == "load_state_dict" else []))
+    assert emb.table.scalars() == before[0]
+    assert torch.equal(emb.weight, before[1])
+
+
 def test_another_kind_of_optimizer_takes_over() -> None:
     emb = made()
     before = emb.weight.clone()

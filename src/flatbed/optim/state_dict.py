@@ -37,6 +37,8 @@ It is in every group, too: `torch.distributed.checkpoint` only saves groups and 
 
 def build_state_dict(optimizer: Optimizer, state_dict: StateDict, *, with_tables: bool) -> StateDict:
     """Return torch's state dict with the state of tables under their keys."""
+    if with_tables:
+        optimizer._tables.check_owned(optimizer)
     tables = _tables_by_key(optimizer, state_dict)
     state = {
         key: dict(value) if isinstance(value, dict) else value
@@ -100,6 +102,7 @@ def load_state_dict(optimizer: Optimizer, state_dict: StateDict, *, with_tables:
         replaced = hook(optimizer, state_dict)
         state_dict = state_dict if replaced is None else replaced
     groups = _loaded_groups(optimizer, state_dict)
+    optimizer._tables.check_owned(optimizer)
     tables = _tables_by_key(optimizer, state_dict) if with_tables else {}
     of_tables = {
         key: _check_table_state(optimizer, owned, state_dict["state"].get(key))

@@ -309,9 +309,19 @@ class OptimizerTables:
         params = named_params(owner.param_groups)
         found = {id(table): number for _, table, number in params if isinstance(table, Table)}
         self.owned = [owned for owned in self.owned if id(owned.table) in found]
+        self.check_owned(owner)
         for owned in self.owned:
             owned.group = found[id(owned.table)]
             self.publish(owner, owned)
+
+    def check_owned(self, owner: Optimizer) -> None:
+        """Raise if a table has another optimizer now: its rows and scalars have the state of that one."""
+        for owned in self.owned:
+            if owned.table._owner is not owner:
+                raise FlatbedError(
+                    f"table {owned.name} has been given to another optimizer since, or drop_state() dropped "
+                    f"its state: use that one, or build this {type(owner).__name__} again"
+                )
 
     # ---- a step
 
@@ -324,13 +334,9 @@ class OptimizerTables:
         capturing = any(map(is_capturing, {owned.table._store.device for owned in self.owned}))
         if several:
             self._refuse_on_several_ranks(owner, capturing=capturing)
+        self.check_owned(owner)
         for owned in self.owned:
             table = owned.table
-            if table._owner_ref is None or table._owner_ref() is not owner:
-                raise FlatbedError(
-                    f"table {owned.name} has been given to another optimizer since, or drop_state() dropped "
-                    "its state: step that one, or build this optimizer again"
-                )
             if table._deferred_checks.pending and not capturing:
                 table._raise_bad_ids()
             for part in table._grads.parts:
