@@ -15,6 +15,7 @@ from torch.optim import lr_scheduler
 
 import flatbed
 from flatbed.checkpoint import load, load_checkpoint, save_checkpoint
+from flatbed.checkpoint.state import bit_sum
 from flatbed.errors import FlatbedError
 from tests.tables.training import build, close, difference, snapshot, step
 
@@ -271,3 +272,26 @@ def test_error_of_one_part_leaves_all_as_they_were(
     assert now() == rates
     step(model, optimizers, 3)
     close(model)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float64, torch.float32, torch.bfloat16, torch.float8_e5m2, torch.int8, torch.bool],
+    ids=str,
+)
+def test_bit_sums_are_of_values_and_see_each_bit(dtype: torch.dtype) -> None:
+    for shape in ((), (0,), (1,), (7,), (8, 3), (4, 3, 5, 5)):
+        values = torch.randint(0, 2, (5, *shape)).to(dtype)[1 + len(shape) % 2]  # not at an address of words
+        found = bit_sum(values)
+        assert bit_sum(values.clone()) == found
+        if len(shape) == 4:
+            assert bit_sum(values.to(memory_format=torch.channels_last)) == found
+        raw = values.clone().reshape(-1).view(torch.uint8)
+        for position in range(0, len(raw), 5):
+            for bit in (1, 128):
+                raw[position] ^= bit
+                assert bit_sum(raw) != found
+                raw[position] ^= bit
+        assert bit_sum(raw) == found
+    large = torch.full((1 << 12,), -1, dtype=torch.int64)
+    assert bit_sum(large) == -(1 << 12)

@@ -18,7 +18,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import flatbed
 from flatbed.checkpoint import load as loading
@@ -349,6 +350,83 @@ def a_rank_with_another_model(folder: Path) -> None:
     flatbed.save_checkpoint(place / "run", model)  # as FSDP1 with `rank0_only`
 
 
+def ranks_whose_parameters_differ(folder: Path) -> None:
+    """Names and shapes are equal, as in tensor parallelism by hand, and the first rank's values are saved."""
+    world, rank = world_and_rank()
+    place = meeting_place(folder)
+
+    def warnings_of_save(model: nn.Module, optimizer: Any = None) -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            warnings.filterwarnings("ignore", category=FutureWarning)  # FSDP1's
+            flatbed.save_checkpoint(place / "run", model, optimizer)
+        assert {warning.filename for warning in caught} <= {__file__}
+        return [str(warning.message) for warning in caught]
+
+    def assert_differs(found: list[str], *words: str) -> None:
+        assert len(found) == (rank == 0 < world - 1), found
+        assert all(word in message for message in found for word in words), found
+
+    model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(3)), nn.BatchNorm1d(3))
+    model[0].weight.data = model[0].weight.data.t()
+    model[1].bfloat16()
+    model[2].requires_grad_(False)
+    running_mean: Any = model[3].running_mean
+    running_mean.fill_(rank)  # DDP leaves buffers as they are if it is told so
+    optimizer = flatbed.optim.Adam(model)
+    assert warnings_of_save(model, optimizer) == []
+    with torch.no_grad():
+        for layer in model[:3] if rank == world - 1 else ():
+            layer.bias.mul_(-1)  # type: ignore[operator, union-attr]
+    of_last = f"'0.bias', '1.bias', '2.bias' of rank {world - 1} differ from those of the first rank"
+    assert_differs(warnings_of_save(model, optimizer), of_last, "tensor parallelism")
+    with torch.no_grad():
+        model[0].weight.add_(rank)  # type: ignore[operator]
+    other = f"'0.weight'{', ' if world == 2 else ' '}"
+    assert_differs(warnings_of_save(model), other, " and 1 more of rank 1" if world == 2 else "of rank 1 ")
+    versions = list((place / "run").glob("v*"))
+    dist.barrier()
+    if world > 1:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with pytest.raises((UserWarning, flatbed.FlatbedError), match="differ from"):
+                flatbed.save_checkpoint(place / "run", model)
+    dist.barrier()
+    assert list((place / "run").glob("v*")) == versions
+
+    replica = nn.Linear(3, 3)
+    wrapped = DistributedDataParallel(replica)
+    optimizer = flatbed.optim.Adam(wrapped)
+    for seed in range(2):
+        torch.manual_seed(10 * seed + rank)
+        wrapped(torch.randn(4, 3)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert warnings_of_save(replica, optimizer) == []
+
+
+def shards_that_are_no_dtensors(folder: Path) -> None:
+    """FSDP1 gives state dicts whole models; an optimizer has parts of flat parameters."""
+    world, rank = world_and_rank()
+    place = meeting_place(folder)
+    if world == 1:
+        return
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("ignore")
+        torch.manual_seed(0)
+        model = FullyShardedDataParallel(nn.Linear(8, 8), device_id=torch.device("cpu"))
+        optimizer = torch.optim.Adam(model.parameters())
+        model(torch.ones(1, 8)).sum().backward()
+        optimizer.step()
+        warnings.filterwarnings("always", category=UserWarning)
+        flatbed.save_checkpoint(place / "run", model)
+        assert not caught
+        flatbed.save_checkpoint(place / "run", model, optimizer)
+    found = [str(warning.message) for warning in caught]
+    assert len(found) == (rank == 0)
+    assert all("'parameter 0 of optimizer 0 (Adam)' of rank 1 " in message for message in found), found
+
+
 def a_rank_that_fails_to_load(folder: Path) -> None:
     world, rank = world_and_rank()
     place = meeting_place(folder)
@@ -468,7 +546,8 @@ SCENARIOS = [
     *(goes_on_with_other_ranks, goes_on_beside_fsdp, files_do_not_depend_on_ranks),
     *(goes_on_with_sharded_state, disk_tables_stay_in_their_files),
     *(a_rank_that_fails_to_save, a_rank_that_fails_to_load, a_rank_that_writes_other_bytes_or_elsewhere),
-    *(a_rank_with_another_model, memory_stays_small),
+    *(a_rank_with_another_model, ranks_whose_parameters_differ, shards_that_are_no_dtensors),
+    memory_stays_small,
 ]
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from flatbed.checkpoint import folder as folders
 from flatbed.checkpoint.folder import CURRENT, OPTIMIZERS
 from flatbed.checkpoint.state import (
     Packer,
+    bit_sums,
     dense_state,
     names_by_place,
     names_of,
@@ -75,7 +76,8 @@ def save_checkpoint(
 
     Saves of several processes to one folder wait for each other. With torch.distributed, all ranks call this,
     with a folder that all of them see. The first rank writes all files but those of tables with
-    ``shard="row"``. All ranks write these together, and any number of ranks can load them.
+    ``shard="row"``. All ranks write these together, and any number of ranks can load them. A warning names
+    parameters of other ranks that differ from those of the first, which are saved.
 
     >>> import flatbed, tempfile
     >>> emb = flatbed.Embedding(1000, 8)
@@ -271,6 +273,7 @@ class Version:
         known = names_by_place({**values, **self.training.tables})
         self.manifest["model"] = {name: packer.pack(value, name) for name, value in values.items()}
         self._check_shared(packer.tensors)
+        self._compare_values(known)
         self._write_tensors("model.safetensors", packer)
         optimizers, self.manifest["n_optimizers"] = [], len(self.training.optimizers)
         for number, optimizer in enumerate(self.training.optimizers):
@@ -301,6 +304,30 @@ class Version:
                     f"{first} and saves what all ranks share: save models that differ, as pipeline stages "
                     "do, with torch.distributed.checkpoint"
                 )
+
+    def _compare_values(self, known: Mapping[Any, str]) -> None:
+        """Warn if parameters differ between ranks, since those of the first rank are saved.
+
+        No error: replicas may differ on purpose between two averages (local SGD), or in their last bits.
+        """
+        if not self.lockstep.many:
+            return
+        own = bit_sums(self.training.model, self.training.optimizers, known)
+        self.lockstep.meet()
+        first, *others = self.lockstep.gather(own)
+        for number, sums in enumerate(others if self.lockstep.first else (), 1):
+            names = [name for name, value in sums.items() if first.get(name, value) != value]
+            if names:
+                more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+                warnings.warn(
+                    f"{', '.join(map(repr, names[:3]))}{more} of rank {number} differ from those of the "
+                    "first rank, whose values are saved for all ranks. Parts of a model, as those of tensor "
+                    "parallelism and pipelines, need DTensors or torch.distributed.checkpoint; replicas need "
+                    "DistributedDataParallel, or a broadcast before the save. If ranks are to differ, filter "
+                    "this warning",
+                    stacklevel=5,
+                )
+                return
 
     def _write_tensors(self, name: str, packer: Packer) -> None:
         """Write a file on the first rank. The other ranks send it their parts of DTensors."""

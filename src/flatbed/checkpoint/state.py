@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from flatbed.tables.table import Table
 from flatbed.tables.tensor_file import RESERVED
 
 MARK = "$"  # first character of JSON keys that encode a type
+WORD = 8  # bytes
 
 
 class Packer:
@@ -206,6 +208,42 @@ def names_of(optimizer: Optimizer, known: Mapping[Any, str]) -> list[list[Any]]:
         return known.get(place_of(param), "")
 
     return [[name(p) for p in group["params"]] for group in optimizer.param_groups]
+
+
+def bit_sums(model: nn.Module, optimizers: Sequence[Optimizer], known: Mapping[Any, str]) -> dict[str, int]:
+    """Return the `bit_sum` of parameters that all ranks should share, by the name in `names_by_place`.
+
+    Without tables, DTensors and buffers. Parameters that the model's state dict does not have are left out,
+    unless an optimizer has them.
+    """
+    found: dict[str, Tensor] = {}
+    for param in model.parameters():
+        if _is_plain(param) and (name := known.get(place_of(param))):
+            found[name] = param
+    for i, optimizer in enumerate(optimizers):
+        params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+        for j, param in enumerate(params):
+            if _is_plain(param):
+                default = f"parameter {j} of optimizer {i} ({type(optimizer).__name__})"
+                found.setdefault(known.get(place_of(param), default), param)
+    return {name: bit_sum(param) for name, param in found.items()}
+
+
+def _is_plain(param: Tensor) -> bool:
+    """Return whether a parameter has values, the same on all ranks, and is no buffer of other parameters."""
+    if isinstance(param, Table | FlatParameter) or is_dtensor(param) or nn.parameter.is_lazy(param):
+        return False
+    return param.layout == torch.strided and not param.is_meta
+
+
+def bit_sum(tensor: Tensor) -> int:
+    """Return the sum of the bits of a tensor as 64-bit words: as fast as memory, and without rounding."""
+    values = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    if values.data_ptr() % WORD or values.storage_offset() % WORD:
+        values = values.clone()
+    n_whole = len(values) // WORD * WORD
+    total = values[:n_whole].view(torch.int64).sum()
+    return int(total + values[n_whole:].sum() if n_whole < len(values) else total)
 
 
 def check_same(optimizer: Optimizer, about: Mapping[str, Any], names: list[list[Any]], *, where: str) -> None:
