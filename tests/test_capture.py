@@ -544,7 +544,7 @@ def test_a_capture_that_fails_is_no_partial_step(tmp_path: Path, monkeypatch: py
     record_graphs(monkeypatch)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     model, batch = Model("device", "cpu"), batches("cpu")[0]
-    optimizer = flatbed.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = flatbed.optim.SGD(model.items.parameters(), lr=0.1)
     step = train_step(model, optimizer)
     step(batch)
 
