@@ -324,8 +324,6 @@ class CapturedStep:
                         positions[i : i + 1].copy_(check.graph_error, non_blocking=True)
                 if optimizers != self._optimizers:
                     raise FlatbedError("its optimizers do not take the same steps in each call")
-        except DroppedGradsError:
-            raise
         except (RuntimeError, FlatbedError) as error:
             raise FlatbedError(f"train_step cannot be captured in a CUDA graph: {error}") from error
         self._params = grads.params

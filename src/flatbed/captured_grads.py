@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from flatbed.errors import FlatbedError
 from flatbed.flat.buffer import FlatParameter
 from flatbed.tables.table import Table
 
@@ -39,7 +38,7 @@ GRAD: Any = Tensor.grad
 """The descriptor itself: tables and flat parameters have properties, which compute."""
 
 
-class DroppedGradsError(FlatbedError):
+class DroppedGradsError(Exception):
     """Gradients that a captured step shares with other code do not stay where they are."""
 
 
