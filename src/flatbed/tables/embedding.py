@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -426,8 +427,8 @@ class EmbeddingBag(TableModule, torch_embedding_bag):  # type: ignore[misc]
         if offsets is not None:
             offsets = as_ids(offsets, name="offsets")
             if offsets.device.type == "cpu" and offsets.dim() == 1:
-                starts = offsets.numpy()  # in half of the time that torch takes
-                if (starts[1:] < starts[:-1]).any():
+                starts = offsets.numpy()  # numpy takes a half to a quarter of torch's time
+                if np.count_nonzero(starts[1:] < starts[:-1]):
                     raise ValueError(f"offsets must not decrease; found {offsets.tolist()[:20]}")
             offsets = offsets.to(device)
             if self.include_last_offset and not offsets.numel() and not batch.keys.numel():
