@@ -101,6 +101,24 @@ def test_version_stays_while_it_is_read(tmp_path: Path, monkeypatch: pytest.Monk
     assert not first.exists()
 
 
+def test_a_version_is_loaded_and_not_saved_to(tmp_path: Path) -> None:
+    """A later load of it would not find what was saved in it, and a save to its folder would remove that."""
+    model = constant(1.0)
+    save_checkpoint(tmp_path / "run", model)
+    version, renamed = current(tmp_path / "run"), tmp_path / "best"
+    shutil.copytree(version, renamed)
+    for folder in (version, renamed):
+        before = sorted(folder.iterdir())
+        with pytest.raises(FlatbedError, match=rf"{folder} is a version .*: save to another folder"):
+            save_checkpoint(folder, model)
+        assert sorted(folder.iterdir()) == before
+        set_to(model, 2.0)
+        load_checkpoint(folder, model)
+        assert values(model) == {1.0}
+        assert len(flatbed.load_table(folder).read_rows([1])) == 1
+        assert "are as they were written" in check_path(folder)
+
+
 def test_a_folder_beyond_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`link/../run` is beside the target of the link, where the file of a table finds it again."""
     job, copied = tmp_path / "job", tmp_path / "copied"

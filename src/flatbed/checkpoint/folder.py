@@ -92,6 +92,11 @@ def kept_versions(folder: Path) -> list[str]:
 # ---- versions
 
 
+def is_version(folder: Path) -> bool:
+    """Return whether a folder is itself a version, and has none."""
+    return (folder / MANIFEST).exists() and not (folder / CURRENT).exists()
+
+
 def open_lock(folder: Path) -> BufferedReader:
     """Make the folder if needed, and open the file that a save locks.
 
@@ -110,9 +115,9 @@ def open_lock(folder: Path) -> BufferedReader:
 def reading(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
     """Yield the valid version and its manifest; saves of other processes do not remove it meanwhile.
 
-    `folder` may also be a version that ``save_checkpoint(..., keep=...)`` has kept.
+    `folder` may also be a version that ``save_checkpoint(..., keep=...)`` has kept, or a copy of one.
     """
-    if VERSION.fullmatch(folder.name) and (folder / MANIFEST).exists():
+    if is_version(folder):
         with _kept(folder):
             yield folder, read_manifest(folder)
         return

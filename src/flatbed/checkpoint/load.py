@@ -91,7 +91,7 @@ def load_checkpoint(
 
     Objects that are not passed are left out: without optimizers, tables are loaded without their state. With
     optimizers, a warning names a scheduler, scaler or random generators that are left out. `folder` may be a
-    version in the folder that ``keep=`` has kept.
+    version in the folder that ``keep=`` has kept, or a copy of one.
 
     With torch.distributed, all ranks call this, and all raise if one of them cannot load. The number of ranks
     may differ from that at the save: of tables with ``shard="row"``, each rank reads the rows that it holds.

@@ -95,6 +95,11 @@ def save_checkpoint(
         folder = as_path(folder, "folder").absolute()
         if ".." in folder.parts:  # which may lead elsewhere behind a link than in the text of a path
             folder = folder.resolve()
+        if folders.is_version(folder):
+            raise FlatbedError(
+                f"{folder} is a version of a checkpoint's folder: save to another folder, to {folder.parent} "
+                "for example if that has the version"
+            )
         training = Training.of(model, optimizer, scheduler, scaler)
         _refuse_partial_steps(training)
         if type(keep) is not int or keep < 1:
