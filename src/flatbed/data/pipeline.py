@@ -38,6 +38,7 @@ from flatbed.data.batches import (
     without_rows,
 )
 from flatbed.data.loader_ranks import NO_BATCH, LoaderRanks
+from flatbed.data.signals import signals_later
 from flatbed.distributed.ranks import reason_of
 from flatbed.tables.prefetch import PrefetchRequest, RowPrefetch
 
@@ -57,6 +58,7 @@ Threads load the batches after the first larger one.
 The loader thread would take the interpreter lock from the training thread in every call to torch. On an H200
 with a slow host, that cost 0.2 to 0.7 ms of each step; the copy takes less than 0.2 ms.
 """
+SECONDS_TO_FORK = 30.0  # the longest wait of a loader thread that forks for the training thread
 INLINE_SECONDS = 0.01
 """The longest wait for a worker process in the training thread, except in the first `next`.
 
@@ -118,6 +120,8 @@ class Pipeline:
         self.in_use: PendingBatch | None = None
         self.is_closed = self.is_in_next = False
         """True while the training thread works on its batches. It finishes them if another thread closes."""
+        self.is_waiting = False
+        """True while the training thread waits for a batch of the loader threads."""
         reads_disk = any(prefetch.reads_disk for _, prefetch in lookups)
         self.needs_threads = depth > 0 and (reads_disk or mover.is_reused or ranks is not None)
         self._stages = [self.load, self._read] if reads_disk else [self.load]
@@ -141,6 +145,8 @@ class Pipeline:
         apply_settings: Callable[[], None],
     ) -> None:
         result: PendingBatch | End
+        if stage == self.load:
+            _in_thread.pipeline = self
         try:
             apply_settings()
             while True:
@@ -224,6 +230,17 @@ class Pipeline:
             raise
         return pending
 
+    def wait_to_fork(self) -> None:
+        """Wait until the training thread waits for the batch that is being loaded, but not for ever.
+
+        The training thread may wait for a lock that other code takes before a fork.
+        """
+        end = time.monotonic() + SECONDS_TO_FORK
+        while not (self.is_closed or (self.is_waiting and self.n_permits == self.permits.qsize())):
+            if time.monotonic() > end:
+                return
+            time.sleep(0.001)
+
     # ---- in any thread
 
     def start(self) -> None:
@@ -300,6 +317,25 @@ class Pipeline:
             queue.put(End())
 
 
+_in_thread = threading.local()
+"""In a thread that loads batches, `pipeline` is its pipeline."""
+
+
+def _wait_to_fork() -> None:
+    """Let a loader thread fork while no other thread works: a generator may make workers as it goes.
+
+    A lock that another thread holds stays taken in the forked process. Each worker of a `DataLoader` takes
+    that of torch's generator of random numbers, and would hang.
+    """
+    pipeline: Pipeline | None = getattr(_in_thread, "pipeline", None)
+    if pipeline is not None:
+        pipeline.wait_to_fork()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_wait_to_fork)
+
+
 def begun(batches: Iterator[Any]) -> Iterator[Any]:
     """Take the first batch in this thread.
 
@@ -309,7 +345,7 @@ def begun(batches: Iterator[Any]) -> Iterator[Any]:
     torch keeps for DTensors in the training thread, and the worker crashes or hangs.
     """
     try:
-        first = next(batches)
+        first = signals_later(next, batches)
     except StopIteration:
         return iter(())
     except BaseException as error:  # also Control-C: the loader thread tells other ranks
@@ -463,7 +499,9 @@ class PrefetchIterator(Iterator[Any]):
                 if not pipeline.n_permits or (pipeline.batches_ahead and pipeline.results.empty()):
                     break
                 pipeline.n_permits -= 1
+                pipeline.is_waiting = True
                 found = pipeline.results.get()
+                pipeline.is_waiting = False
             elif len(pipeline.batches_ahead) <= pipeline.depth:
                 try:
                     found = pipeline.load(None)

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import operator
-import os
-import signal
-import threading
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -18,6 +14,7 @@ from torch.utils.data import DataLoader
 from flatbed.data.batches import BatchMover, Selector, pinned_batches
 from flatbed.data.loader_ranks import UNEVEN, LoaderRanks, common_channel
 from flatbed.data.pipeline import Pipeline, PrefetchIterator
+from flatbed.data.signals import signals_later
 from flatbed.errors import FlatbedError
 from flatbed.tables.config import device_of
 from flatbed.tables.embedding import TableModule
@@ -152,8 +149,7 @@ class Prefetcher:
                 assert isinstance(self.loader, Sequence)
                 self._pinned = pinned_batches(self.loader, mover)
             return iter(self._pinned)
-        with control_c_later() if has_workers(self.loader) else nullcontext():
-            batches: Iterator[Any] = iter(self.loader)
+        batches: Iterator[Any] = signals_later(iter, self.loader)
         if batches is not self.loader:
             return batches
         if self._is_exhausted:  # an epoch without batches would pass for training
@@ -184,35 +180,6 @@ def _may_reuse(loader: Iterable[Any]) -> bool:
     """Return True if code of the user makes batches in this process: it may write to them again."""
     begin = getattr(type(loader), "__iter__", None)
     return not has_workers(loader) and begin not in (list.__iter__, tuple.__iter__)
-
-
-@contextmanager
-def control_c_later() -> Iterator[None]:
-    """Let Control-C wait for the end of the body, which forks.
-
-    Python loses it in functions that run at a fork, and keeps the lock of `logging`: a loader thread that
-    asks for that lock would wait forever. In the forked processes, Control-C acts at once.
-    """
-    is_main = threading.current_thread() is threading.main_thread()
-    before = signal.getsignal(signal.SIGINT) if is_main else None
-    if not callable(before):  # in another thread, or ignored
-        yield
-        return
-    process, waiting = os.getpid(), list[Any]()
-
-    def wait(number: int, frame: Any) -> None:
-        if os.getpid() == process:
-            waiting.append(frame)
-        else:
-            before(number, frame)
-
-    signal.signal(signal.SIGINT, wait)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-        if waiting:
-            before(signal.SIGINT, waiting[0])
 
 
 def selectors_by_table(lookups: Any) -> dict[Table, list[Selector]]:

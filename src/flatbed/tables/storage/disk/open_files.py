@@ -5,11 +5,13 @@ Opening recovers the last completed checkpoint.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import secrets
 import signal
 import stat
 import threading
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -251,6 +253,7 @@ class OpenFiles:
 
 _ALL: weakref.WeakSet[OpenFiles] = weakref.WeakSet()
 SECONDS_TO_TELL = 5.0  # the longest wait for writers at SIGTERM
+SECONDS_TO_END = 1.0  # the longest wait for daemonic processes then
 
 
 def tell_at_sigterm() -> None:
@@ -265,14 +268,32 @@ def tell_at_sigterm() -> None:
 
 
 def _terminate(number: int, _: object) -> None:
-    """Write a note about unsaved rows, and end the process as SIGTERM does by default."""
+    """Write a note about unsaved rows, and end the process as SIGTERM does by default.
+
+    It also ends daemonic processes, as an exit of Python does. A worker of a `DataLoader` waits for the end
+    of its parent, and would miss it while it begins: the wait would have no end.
+    """
     # In another thread, since this one may hold a lock that the writer of a table waits for.
     thread = threading.Thread(target=_tell_all, daemon=True)
     thread.start()
     thread.join(SECONDS_TO_TELL)
     if signal.getsignal(number) is _terminate:  # otherwise another handler, which called this one, decides
         signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
+        try:
+            _end_daemons()
+        finally:  # also if torch's handler of SIGCHLD raises, since a worker has ended
+            os.kill(os.getpid(), number)
+
+
+def _end_daemons() -> None:
+    # `is_alive` raises for a child of another process, from which this one was forked.
+    daemons = [one for one in multiprocessing.active_children() if one.daemon and one.is_alive()]
+    for process in daemons:
+        process.terminate()
+    end = time.monotonic() + SECONDS_TO_END
+    for process in daemons:
+        process.join(max(0.0, end - time.monotonic()))
+        process.kill()  # Python drops a signal that comes before the first line of a forked process
 
 
 def _tell_all() -> None:
