@@ -26,7 +26,7 @@ def signals_later(function: Callable[[Any], T], argument: Any) -> T:
     if threading.current_thread() is not threading.main_thread():
         return function(argument)  # handlers run in the main thread
     process, is_over, waiting = os.getpid(), False, set[int]()
-    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    handlers: dict[int, Any] = {int(number): signal.getsignal(number) for number in signal.valid_signals()}
     before = {number: handler for number, handler in handlers.items() if callable(handler)}
 
     def wait(number: int, frame: FrameType | None) -> None:
