@@ -455,8 +455,6 @@ ACCUMULATIONS = {
 @pytest.mark.parametrize("name", ACCUMULATIONS)
 def test_gradients_that_are_accumulated_outside(name: str, kind: str, graph_device: str) -> None:
     """Their memory must stay the same: a graph would read that of the first ones."""
-    if (kind, name) == ("flat", "the step"):
-        pytest.skip("flat parameters have gathered their gradients before the step")
     computes, drops = ACCUMULATIONS[name]
 
     def losses(captured: bool, set_to_none: bool) -> Tensor:

@@ -15,7 +15,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import (
+    _global_optimizer_pre_hooks,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from flatbed.flat.buffer import FlatParameter
 from flatbed.tables.table import Table
@@ -124,10 +128,16 @@ def grads_of_capture(
     def note_grads(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         stepped.update(id(grad) for grad in map(GRAD.__get__, params_of([optimizer])) if grad is not None)
 
+    def note_given(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if len(args) == 1 and not kwargs:  # a closure may drop them first
+            note_grads(optimizer)
+
     for p, _ in of_others:
         GRAD.__set__(p, None)
     before = leaves(gc.get_objects() if params is None else params)
-    hook = register_optimizer_step_post_hook(note_grads)  # a closure may drop gradients in the step
+    hooks = [register_optimizer_step_pre_hook(note_given), register_optimizer_step_post_hook(note_grads)]
+    # First of all hooks: another one gathers the gradients of flat parameters.
+    _global_optimizer_pre_hooks.move_to_end(hooks[0].id, last=False)  # type: ignore[attr-defined]
     try:
         yield found
         found.compare(before, set(map(id, own)), stepped)
@@ -140,7 +150,8 @@ def grads_of_capture(
                 table._grads.parts = parts
         raise
     finally:
-        hook.remove()
+        for hook in hooks:
+            hook.remove()
         for p, grad in of_others:
             GRAD.__set__(p, grad)
 
