@@ -341,6 +341,19 @@ def test_a_table_that_goes_on_alone_is_saved_elsewhere(tmp_path: Path) -> None:
     close(run.model)
 
 
+def test_a_renamed_folder_that_was_loaded_is_named_before_it_loses_its_table(tmp_path: Path) -> None:
+    run = Saved(tmp_path)
+    close(run.model)
+    renamed = run.folder.rename(tmp_path / "renamed")
+    run.model, run.optimizer = build(tmp_path)
+    load_checkpoint(renamed, run.model, run.optimizer)
+    run.step(1)
+    with pytest.raises(UserWarning, match=rf"{renamed}, .* {run.folder}: copy_disk_tables=True"):
+        save_checkpoint(run.folder, run.model, run.optimizer)
+    save_checkpoint(renamed, run.model, run.optimizer)  # the same folder
+    close(run.model)
+
+
 def test_a_load_drops_gradients(tmp_path: Path) -> None:
     """Those of a step that was interrupted would be added to the next ones."""
     run, temperature = Saved(tmp_path), nn.Parameter(torch.ones(1))  # of the loss, and not of the model

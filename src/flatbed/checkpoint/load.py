@@ -144,7 +144,7 @@ def load_checkpoint(
             if isinstance(one, FlatbedOptimizer):
                 one._has_partial_step = False
         for table in training.tables.values():
-            table._store.mark_loaded()
+            table._store.mark_loaded(path.parent)
         known_tokens.add(manifest["token"])
         if path == folder:  # an earlier version, on purpose: a save may replace the valid one
             with suppress(FlatbedError):

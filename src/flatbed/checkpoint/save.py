@@ -139,7 +139,7 @@ def save_checkpoint(
             lockstep.undo = lambda: None
             for name in in_place:
                 training.tables[name]._store.disk_storage().commit()
-                training.tables[name]._store.mark_loaded()
+                training.tables[name]._store.mark_loaded(folder)
             lockstep.meet()
             if lockstep.first:
                 folders.remove_others(folder, kept)

@@ -77,6 +77,7 @@ class RowStore:
         self._is_closed = False
         self._is_half_loaded = False
         self._is_unloaded = False  # True if a file was opened, and no checkpoint was loaded or saved since
+        self._loaded_from: Path | None = None  # folder of the last load or save: it may have been renamed
         self._lock = OrderedLock("layout")
         self._process = os.getpid()
         if config.storage == "disk":
@@ -252,9 +253,10 @@ class RowStore:
         """Let every use raise except for loads."""
         self._is_half_loaded, self._laid_out = True, -1
 
-    def mark_loaded(self) -> None:
+    def mark_loaded(self, folder: Path) -> None:
         """After a load or a save: let uses raise no more, and saves to the folder of the checkpoint."""
         self._is_half_loaded, self._is_unloaded, self._laid_out = False, False, -1
+        self._loaded_from = folder
 
     def _use_storage(self, storage: Storage) -> None:
         self.version += 1
@@ -398,9 +400,11 @@ class RowStore:
         if self._file is None or not {"decision", "token"} <= self._file.meta.keys():
             return None
         decision = Path(os.path.normpath(self._file.path.parent / str(self._file.meta["decision"])))
-        with suppress(FlatbedError, OSError):
-            if token_in(decision) == self._file.meta["token"]:
-                return decision.parent
+        renamed = [] if self._loaded_from is None else [self._loaded_from / decision.name]
+        for candidate in (decision, *renamed):
+            with suppress(FlatbedError, OSError):
+                if token_in(candidate) == self._file.meta["token"]:
+                    return candidate.parent
         return None
 
     def check_loaded(self, name: str, folder: Path) -> None:
