@@ -234,7 +234,7 @@ def bad_ids_on_one_rank(_: Path) -> None:
     for action in (emb, emb.read_rows, emb.topk):
         with pytest.raises(flatbed.FlatbedError, match="load one again"):
             action(*((values, 1) if action == emb.topk else ([1],)))
-    emb.table._store.mark_loaded()
+    emb.table._store.mark_loaded(Path())
     emb([1, 2]).sum().backward()  # ranks can continue
     optimizer.step()
 

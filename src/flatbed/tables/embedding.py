@@ -20,7 +20,7 @@ from flatbed.progress import note
 from flatbed.tables.config import WITHOUT, Config, build_config
 from flatbed.tables.ids import as_ids
 from flatbed.tables.lookup import GatherFunction, LookupFunction, prepare_lookup
-from flatbed.tables.parameter import NOT_EXPORTED, SavedWeight, WeightView
+from flatbed.tables.parameter import SavedWeight, WeightView
 from flatbed.tables.record import WEIGHT
 from flatbed.tables.row_io import compare_given, shard_config
 from flatbed.tables.storage.base import row_blocks
@@ -446,15 +446,9 @@ class EmbeddingBag(TableModule, torch_embedding_bag):  # type: ignore[misc]
         )
 
 
+@torch._disable_dynamo  # type: ignore[attr-defined,untyped-decorator,unused-ignore]
 def _untraced(forward: Callable[..., Tensor], *args: Any) -> Tensor:
     """Call a lookup inside of what is being compiled: nothing in it is for tracing."""
-    if torch.compiler.is_exporting():
-        raise FlatbedError(NOT_EXPORTED)
-    return _call_untraced(forward, *args)
-
-
-@torch._disable_dynamo  # type: ignore[attr-defined,untyped-decorator,unused-ignore]
-def _call_untraced(forward: Callable[..., Tensor], *args: Any) -> Tensor:
     return forward(*args)
 
 

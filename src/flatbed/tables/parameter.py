@@ -105,12 +105,6 @@ class DetachedTable(Tensor):
         raise _no_tensor(func)
 
 
-NOT_EXPORTED = (
-    "a table cannot become a fake tensor, as torch.export needs: export a copy of the model with "
-    "emb.to_torch() in place of each flatbed module"
-)
-
-
 def _no_tensor(func: Any) -> FlatbedError:
     if func is Tensor.is_contiguous:  # the first question of FSDP2
         return FlatbedError(
@@ -118,7 +112,10 @@ def _no_tensor(func: Any) -> FlatbedError:
             "out. fully_shard does, given ignored_params=set(flatbed.tables(model))"
         )
     if func is Tensor._is_view:  # the first question of torch.export
-        return FlatbedError(NOT_EXPORTED)
+        return FlatbedError(
+            "a table cannot become a fake tensor, as torch.export needs: export a copy of the model with "
+            "emb.to_torch() in place of each flatbed module"
+        )
     if func in (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook):
         return FlatbedError(
             "a hook on a table would be called without its gradient, which is one of rows: register it on "
