@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from flatbed.capture import CapturedStep
 from flatbed.kernels._triton import coefficients
+from flatbed.kernels._triton.launch import Kernel
 from tests.optim.conftest import place
 
 WAITS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default}
@@ -143,6 +144,29 @@ def record_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
         else:
             graph.launch(partial(run, kernel), *args, **kwargs)
 
+    loaded: set[Any] = set()
+
+    def check_loaded(kernel: Kernel, args: Sequence[Any]) -> None:
+        """A kernel is compiled and loaded at its first launch, which CUDA refuses in a capture."""
+        dtypes = [one.dtype for one in args if isinstance(one, Tensor)]
+        kind = (kernel.function, kernel.constants, *kernel.options.values(), *dtypes)
+        assert RecordedGraph.current is None or kind in loaded, f"the first launch of {kind} is in a capture"
+        loaded.add(kind)
+
+    call, bind = Kernel.__call__, Kernel.bind
+
+    def checked_call(self: Kernel, n_programs: int, device: torch.device, *args: Any, **options: Any) -> None:
+        check_loaded(self, args)
+        call(self, n_programs, device, *args, **options)
+
+    def checked_bind(
+        self: Kernel, n_programs: int, fixed: tuple[Any, ...], varying: tuple[Any, ...] = ()
+    ) -> Any:
+        check_loaded(self, (*fixed, *varying))
+        return bind(self, n_programs, fixed, varying)
+
+    monkeypatch.setattr(Kernel, "__call__", checked_call)
+    monkeypatch.setattr(Kernel, "bind", checked_bind)
     capture, graphs = (importlib.import_module(f"flatbed.{name}") for name in ("capture", "cuda.graph"))
     monkeypatch.setattr(executor, "__call__", launch)
     monkeypatch.setattr(capture, "CapturedStep", RecordedStep)

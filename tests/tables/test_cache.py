@@ -228,7 +228,7 @@ def test_two_loops_over_one_table(kernel_device: str, monkeypatch: pytest.Monkey
     emb, admit_here = made(200, 150, device=kernel_device), mock.Mock(wraps=gpu.GpuCache.admit)
     monkeypatch.setattr(gpu.GpuCache, "admit", lambda *args, **options: admit_here(*args, **options))
     chance = torch.Generator().manual_seed(0)
-    batches = [torch.randint(200, (n % 3 + 1, 6), generator=chance) for n in range(16)]
+    batches = [[*torch.randint(200, (n % 3 + 1, 6), generator=chance)] for n in range(16)]
     loops = [
         flatbed.Prefetcher(batches[first::2], {emb: lambda batch: list(batch)}, depth=2) for first in (0, 1)
     ]
@@ -283,7 +283,7 @@ def decided(policy: str) -> tuple[list[Tensor], Any]:
     cache, chance = cache_of(made(1000, 900, policy, device="cuda")), torch.Generator().manual_seed(0)
     batches = []
     for size in (64, 64, 63, 64, 0, 63, 7, 64, 0):
-        batches.append(prefetch(cache, torch.randint(900, (size,), generator=chance), 3))
+        batches.append(prefetch(cache, torch.randint(900, (size,), generator=chance), 3, ends=True))
     results = [cache.index.counts, (cache.index.slot_of_row >= 0)]
     for batch in batches:  # after all of them: no graph writes to the results of another batch
         found, n = batch.unique, batch.keys.numel()
@@ -308,9 +308,9 @@ def test_a_graph_of_inference_mode_is_replayed_outside(monkeypatch: pytest.Monke
     cache = cache_of(made(100, 50, device="cuda"))
     with torch.inference_mode():
         for n in range(3):
-            prefetch(cache, [n, n + 1], 2)
+            prefetch(cache, [n, n + 1], 2, ends=True)
     assert [graph.kind for graph in cache._graphs._graphs] == [(2, 2)]
-    batch = prefetch(cache, [7, 5], 2)
+    batch = prefetch(cache, [7, 5], 2, ends=True)
     assert batch is not None
     assert batch.unique.rows.tolist() == [5, 7]
     assert int(cache.index.counts[1]) == 6
