@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import flatbed
-from flatbed.captured_grads import grads_of_capture
+from flatbed.captured_grads import sharing_grads
 from flatbed.tables.captured_lookups import NotedLookup, current_capture
 from tests.recorded_graphs import graph_device, record_graphs
 
@@ -179,7 +180,7 @@ def test_schedulers_take_effect(tensor: bool) -> None:
         step = train_step(model, optimizer)
         run = flatbed.capture(step, batches("cuda")[0]) if captured else step
         for batch in batches("cuda"):
-            is_new = captured and not tensor and scheduler.last_epoch == 4  # the rate has changed
+            is_new = captured and not tensor and scheduler.last_epoch == 4  # the rate changes
             with pytest.warns(UserWarning, match="hyperparameters") if is_new else nullcontext():
                 run(batch)
             scheduler.step()
@@ -277,12 +278,12 @@ def test_gradients_are_put_back_if_a_capture_fails() -> None:
         embedding(torch.tensor([3])).sum().backward()
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt), grads_of_capture([optimizer]):
+    with pytest.raises(KeyboardInterrupt), sharing_grads([optimizer]):
         fail()
     assert layer.weight.grad is weight
     assert layer.bias.grad is bias
     assert embedding.table.grad_rows.tolist() == rows == [1, 2]
-    with grads_of_capture([optimizer]):
+    with sharing_grads([optimizer]):
         optimizer.zero_grad()
     assert layer.bias.grad is None
 
@@ -303,7 +304,7 @@ def test_gradients_of_other_parameters_are_put_back_if_a_capture_fails(graph_dev
     for _ in range(3):
         run(torch.ones(1, 2, device=graph_device))
         last.zero_grad()
-    with pytest.raises(flatbed.FlatbedError, match="cannot be captured"):
+    with pytest.raises(flatbed.FlatbedError, match=r"cannot be captured.*waits"):
         run(torch.ones(1, 2, device=graph_device))
     assert len(shown) == 3
     assert [p.grad for p in last.parameters()] == [None, None], "a gradient that no kernel has computed"
@@ -356,7 +357,7 @@ def outside_steps(
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, flatbed.optim.SGD])
 def test_a_step_outside_of_the_captured_function(kind: Any, graph_device: str) -> None:
-    """Gradients that are kept have the memory that replays write to; those that are dropped raise."""
+    """Gradients that are kept have the memory that replays write to. The first ones may not be dropped."""
     refused = torch.ones(2).requires_grad_().clone().unbind()[0]  # another tensor of the process
     with torch.no_grad():
         refused._base.add_(1)  # type: ignore[union-attr]
@@ -366,82 +367,86 @@ def test_a_step_outside_of_the_captured_function(kind: Any, graph_device: str) -
         (lambda n: True, {"fails": 2}),
         (lambda n: True, {"other_kind": kind is torch.optim.SGD}),
         (lambda n: n % 3 == 2, {}),
-        (lambda n: n % 4 == 3, {}),
-        (lambda n: n % 7 == 6, {}),
     ):
-        with pytest.raises(flatbed.FlatbedError, match=r"leaves gradients.* Call step\(\)"):
+        with pytest.raises(flatbed.FlatbedError, match=r"leaves gradients of . parameters.* Call step\(\)"):
             outside_steps(graph_device, kind, drops, captured=True, **options)
-    for drops, options in ((lambda n: False, {}), (lambda n: n == 7, {}), (lambda n: False, {"replaces": 7})):
-        eager, found = (
-            outside_steps(graph_device, kind, drops, captured=captured, **options)
-            for captured in (False, True)
-        )
+    for drops, options, warns in (
+        (lambda n: False, {}, False),
+        (lambda n: n == 7, {}, True),
+        (lambda n: n % 4 == 3, {}, True),
+        (lambda n: n % 7 == 6, {}, True),
+        (lambda n: False, {"replaces": 7}, True),
+    ):
+        eager = outside_steps(graph_device, kind, drops, captured=False, **options)
+        with replaced_grads() if warns else nullcontext():
+            found = outside_steps(graph_device, kind, drops, captured=True, **options)
         assert torch.equal(torch.stack(found), torch.stack(eager))
 
 
-def test_gradients_beside_those_of_the_step(graph_device: str) -> None:
-    """As in a GAN, where the generator's step leaves gradients in the discriminator, which drops them."""
-    batches, results = torch.rand(12, 4, 3, generator=torch.Generator().manual_seed(1)), []
-    for captured in (False, True):
-        torch.manual_seed(0)
-        nets = [nn.Linear(3, 3).to(graph_device) for _ in range(2)]
-        optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
-
-        def steps(
-            number: int, nets: Any = nets, optimizers: Any = optimizers, captured: bool = captured
-        ) -> Any:
-            def train(rows: Tensor) -> Tensor:
-                optimizers[number].zero_grad()
-                made = nets[0](rows) if number == 0 else nets[0](rows).detach()
-                loss: Tensor = nets[1](made).square().mean() * (1 - 2 * number) / 4
-                loss.backward()
-                optimizers[number].step()
-                optimizers[number].zero_grad()
-                return loss.detach()
-
-            return flatbed.capture(train) if captured else train
-
-        warns = (
-            pytest.warns(UserWarning, match="leaves gradients of 2 parameters") if captured else nullcontext()
-        )
-        pair = steps(0), steps(1)
-        with warns:
-            losses = [step(x.to(graph_device)) for x in batches for step in pair]
-        assert not captured or all(step._graph is not None for step in pair)
-        results.append(torch.stack(losses))
-    assert torch.equal(*results)
+def replaced_grads() -> Any:
+    return pytest.warns(UserWarning, match=r"dropped or replaced .*zero_grad\(set_to_none=False\)")
 
 
-def generator_steps(device: str, *, captured: bool) -> tuple[Tensor, bool]:
-    """Losses of a GAN whose discriminator is trained eagerly. Its step begins with `zero_grad`."""
+def adversarial_losses(device: str, *, captured: bool, drops: bool = True, eager: int = -1) -> Tensor:
+    """Train a GAN: the generator's step leaves gradients in the discriminator, unless it `drops` them.
+
+    The step of one of both may be `eager`.
+    """
     torch.manual_seed(0)
     nets = [nn.Linear(3, 3).to(device) for _ in range(2)]
     optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
 
-    def train(rows: Tensor, number: int = 0) -> Tensor:
-        optimizers[number].zero_grad()
-        made = nets[0](rows) if number == 0 else nets[0](rows).detach()
-        loss: Tensor = nets[1](made).square().mean() * (1 - 2 * number) / 4
-        loss.backward()
-        optimizers[number].step()
-        return loss.detach()
+    def steps(number: int) -> Any:
+        def train(rows: Tensor) -> Tensor:
+            for one in nets if drops else nets[number : number + 1]:
+                one.zero_grad()
+            made = nets[0](rows) if number == 0 else nets[0](rows).detach()
+            loss: Tensor = nets[1](made).square().mean() * (1 - 2 * number) / 4
+            loss.backward()
+            optimizers[number].step()
+            for one in nets if drops else nets[number : number + 1]:
+                one.zero_grad()
+            return loss.detach()
 
-    step: Any = flatbed.capture(train) if captured else train
-    losses, was_replayed = [], False
-    for rows in torch.rand(16, 4, 3, generator=torch.Generator().manual_seed(1)):
-        graph = step._graph if captured else None
-        losses += [step(rows.to(device)), train(rows.to(device), 1)]
-        was_replayed = graph is not None and graph is step._graph
-    return torch.stack(losses), was_replayed
+        return flatbed.capture(train) if captured and number != eager else train
+
+    pair = steps(0), steps(1)
+    batches = torch.rand(12, 4, 3, generator=torch.Generator().manual_seed(1))
+    losses = [step(x.to(device)) for x in batches for step in pair]
+    assert not captured or all(n == eager or step._graph is not None for n, step in enumerate(pair))
+    return torch.stack(losses)
 
 
-def test_gradients_that_other_code_drops(graph_device: str) -> None:
-    """The graph gets memory of its own for them: the one before would be free."""
-    expected, _ = generator_steps(graph_device, captured=False)
-    with pytest.warns(UserWarning, match="leaves gradients of 2 parameters"):
-        found, was_replayed = generator_steps(graph_device, captured=True)
-    assert was_replayed
-    assert torch.equal(found, expected)
+@pytest.mark.parametrize("eager", [-1, 1])
+def test_gradients_of_parameters_that_the_step_does_not_train(eager: int, graph_device: str) -> None:
+    expected = adversarial_losses(graph_device, captured=False, drops=False)
+    assert torch.equal(adversarial_losses(graph_device, captured=True, eager=eager), expected)
+    with pytest.raises(flatbed.FlatbedError, match=r"leaves gradients of 2 .* zero_grad\(\) of these"):
+        adversarial_losses(graph_device, captured=True, drops=False, eager=eager)
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_gradients_of_frozen_objects(is_frozen: bool, graph_device: str) -> None:
+    """`gc.freeze` hides all objects from the search, and not the parameters of the step's optimizers."""
+    model = nn.Linear(8, 1).to(graph_device)
+    optimizer, x = torch.optim.SGD(model.parameters(), lr=0.1), torch.ones(4, 8, device=graph_device)
+
+    def train(x: Tensor) -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    if is_frozen:
+        gc.freeze()
+    try:
+        step = flatbed.capture(train)
+        for _ in range(3):
+            model(x).sum().backward()
+            step(x)
+        model(x).sum().backward()
+        with pytest.raises(flatbed.FlatbedError, match="uses gradients from outside, and drops them"):
+            step(x)
+    finally:
+        gc.unfreeze()
 
 
 ACCUMULATIONS = {
@@ -482,10 +487,14 @@ def test_gradients_that_are_accumulated_outside(name: str, kind: str, graph_devi
                 optimizer.zero_grad(set_to_none=set_to_none)
         return torch.stack(found)
 
-    with pytest.raises(flatbed.FlatbedError, match=r"zero_grad\(set_to_none=False\)"):
-        losses(captured=True, set_to_none=True)
-    found, expected = (losses(captured, set_to_none=False) for captured in (True, False))
-    assert torch.equal(found, expected)
+    for set_to_none in (False, True):
+        expected = losses(False, set_to_none)
+        if set_to_none and (drops or (kind == "flat" and computes)):  # the buffer takes the gradients
+            with pytest.raises(flatbed.FlatbedError, match=r"drops them.*zero_grad\(set_to_none=False\)"):
+                losses(True, set_to_none)
+            return
+        with replaced_grads() if set_to_none else nullcontext():
+            assert torch.equal(losses(True, set_to_none), expected)
 
 
 @pytest.mark.parametrize("is_first", [True, False], ids=["zero_grad first", "zero_grad last"])

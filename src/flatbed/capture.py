@@ -22,15 +22,7 @@ from torch.utils._pytree import (
     tree_unflatten,
 )
 
-from flatbed.captured_grads import (
-    GRAD,
-    LEAVES,
-    REPLACED,
-    CapturedGrads,
-    DroppedGradsError,
-    grads_of_capture,
-    params_of,
-)
+from flatbed.captured_grads import GRAD, SharedGrad, params_of, sharing_grads
 from flatbed.cuda.graph import capture_step
 from flatbed.cuda.streams import relaxed_capture, stream_for
 from flatbed.data.batches import as_tensor
@@ -49,6 +41,14 @@ from flatbed.tables.lookup import prepare_replay
 
 WARM_UP = 3
 """Calls before the capture: kernels are compiled, and optimizers and tables allocate, in the first ones."""
+CHANGED_NUMBERS = (
+    "hyperparameters of an optimizer have changed: three calls run as they are, and the next one captures "
+    "the training step again. Give a learning rate that a scheduler changes as a tensor on the GPU"
+)
+REPLACED_GRADS = (
+    "gradients that the training step uses were dropped or replaced outside of it: three calls run as they "
+    "are, and the next one captures it again. Call zero_grad(set_to_none=False) outside"
+)
 
 
 def capture(
@@ -59,24 +59,24 @@ def capture(
     - `train_step`: a function of one batch that looks up, computes the loss, calls `backward()`, the
       optimizer's `step()` and `zero_grad()`, and returns tensors, for example the loss. Gradients that
       pass from code outside to a step, or back, must stay where they are, by
-      ``zero_grad(set_to_none=False)``: otherwise the capture raises. It must not read values of GPU tensors
-      (`.item()`, `print`), and it runs on one stream. Python code in it runs during the first calls only:
-      call learning rate schedulers outside of it.
+      ``zero_grad(set_to_none=False)``. It must not read values of GPU tensors (`.item()`, `print`), and it
+      runs on one stream. Python code in it runs during the first calls only: call learning rate schedulers
+      outside of it.
     - `example_batch`: a batch (nested dicts, lists and tuples of tensors or arrays) with the shapes and
       dtypes of all batches, by default the first one. Its values are not used.
     - `device`: the GPU of the training step, by default the device of the tensors in the example.
 
     Every call is one training step. The first three run as they are. The fourth captures the graph; it and
     later calls copy the batch into the graph's inputs and replay it. The tensors that a call returns are its
-    own: later calls do not change them. A batch of another shape runs `train_step` itself, and a change of
-    hyperparameters (a scheduler that sets a float) captures again: both warn once. A learning rate that is a
-    tensor on the GPU, `lr=torch.tensor(1e-3, device="cuda")`, may change without that. After a change that
-    replaces memory or freezes parameters, and after a backward pass outside, three calls run as they are
-    before the next capture. Ids out of range raise IndexError in the next call at the latest. The GPU reads a
-    batch in pinned memory after the call has returned: do not write to it again. Rows of batches of a
-    `Prefetcher` are prefetched for captured steps, too, if all lookups in tables with a cache are of ids of
-    the batch as they are; otherwise a warning names a table. On a CPU there is no graph: every call checks
-    the batch in the same way and runs `train_step`.
+    own: later calls do not change them. A batch of another shape runs `train_step` itself, and warns once.
+    After a change that the graph cannot follow, three calls run as they are before the next capture: other
+    memory, frozen parameters, a backward pass outside, gradients that are dropped outside, hyperparameters (a
+    scheduler that sets a float). The last two warn once. A learning rate that is a tensor on the GPU,
+    `lr=torch.tensor(1e-3, device="cuda")`, may change. Ids out of range raise IndexError in the next call at
+    the latest. The GPU reads a batch in pinned memory after the call has returned: do not write to it again.
+    Rows of batches of a `Prefetcher` are prefetched for captured steps, too, if all lookups in tables with a
+    cache are of ids of the batch as they are; otherwise a warning names a table. On a CPU there is no graph:
+    every call checks the batch in the same way and runs `train_step`.
 
     >>> import flatbed, torch
     >>> emb = flatbed.Embedding(1000, 8)
@@ -106,9 +106,6 @@ class StepGraph:
     graph: torch.cuda.CUDAGraph
     outputs: Any
     """In the memory of the graph, which every replay writes again."""
-    optimizers: list[torch.optim.Optimizer]
-    hyperparameters: list[Any]
-    """Those that are constants of the graph."""
     lookups: list[CapturedLookup]
     """Lookups of prefetched rows."""
     checks: list[DeferredIdChecks]
@@ -116,7 +113,8 @@ class StepGraph:
     """In pinned memory: for each check the first position out of range, which every replay writes."""
     replayed: deque[torch.cuda.Event]
     """After the last replay, and after the one before it."""
-    grads: CapturedGrads
+    grads: list[SharedGrad]
+    """Gradients from outside of the step, which must stay where they are."""
 
     def __del__(self) -> None:
         """Wait for the last replay, since it may still write `positions`, whose memory is used again."""
@@ -143,15 +141,9 @@ class CapturedStep:
         self._optimizers: list[torch.optim.Optimizer] = []
         """Those whose steps ran in the last warm-up."""
         self._built_from: list[Any] = []
-        """The fingerprint of all these at the start of the last call."""
-        self._n_dropped = 0
-        """How often gradients that only a new warm-up can follow were dropped."""
-        self._replaced: list[Tensor] = []
-        """Parameters of other optimizers whose gradients were dropped while a graph used them."""
-        self._hidden: list[Tensor] = []
-        """Those of them that a graph does not use any more, since they were dropped twice."""
-        self._params: list[Tensor] | None = None
-        """Parameters whose gradients the step may change; None before the first capture."""
+        """What a graph cannot follow, at the start of the last call: memory, and parameters that train."""
+        self._hyperparameters: list[Any] = []
+        """At the start of the last call: a graph has them as constants."""
         self._graph: StepGraph | None = None
         self._warned: set[str] = set()
 
@@ -194,39 +186,34 @@ class CapturedStep:
             return self._run_without_graph(leaves, structure)
         for static, leaf in zip(self._inputs, leaves, strict=True):
             static.copy_(leaf, non_blocking=True)
-        built_from = _fingerprint(self._noted, self._optimizers)
-        is_current = built_from == self._built_from
-        if not is_current:
-            self._graph = None  # first: Control-C may come after any line
-        self._built_from = built_from
+        self._follow_changes()
         if self._n_warm_ups < WARM_UP:
             return self._warm_up(leaves)
-        graph = self._graph if is_current else None
-        if graph is not None and graph.hyperparameters != _hyperparameters(graph.optimizers):
-            self._warn_once(
-                "hyperparameters",
-                "hyperparameters of an optimizer have changed: the training step is captured again. Give a "
-                "learning rate that a scheduler changes as a tensor on the GPU",
-            )
-            self._graph = None
-            return self._run_in_side_stream(leaves)  # optimizers need a step before each capture
-        if graph is not None and (replaced := graph.grads.replaced()):
-            graph, is_current = None, False
-            self._note_replaced(replaced)
-        if graph is None and is_current:
-            try:
-                graph = self._graph = self._capture(leaves)
-            except DroppedGradsError as error:
-                self._count_dropped(str(error))
-        if graph is None or not prepare_replay(graph.lookups, leaves):
-            del graph  # and its memory
-            self._graph, self._params, self._n_warm_ups = None, None, 0
+        if self._graph is None:
+            self._graph = self._capture(leaves)
+        if not prepare_replay(self._graph.lookups, leaves):
+            self._graph, self._n_warm_ups = None, 0
             return self._warm_up(leaves)
-        graph.graph.replay()
-        result = tree_map_only(Tensor, Tensor.clone, graph.outputs)
-        if graph.checks:
-            self._check_ids(graph)
+        self._graph.graph.replay()
+        result = tree_map_only(Tensor, Tensor.clone, self._graph.outputs)
+        if self._graph.checks:
+            self._check_ids(self._graph)
         return result
+
+    def _follow_changes(self) -> None:
+        """Drop the graph after a change that it cannot follow. The next calls are warm-ups then."""
+        built_from, numbers = _fingerprint(self._noted, self._optimizers), _hyperparameters(self._optimizers)
+        shared = [] if self._graph is None else self._graph.grads
+        warning = ""
+        if not all(one.is_kept() for one in shared):
+            warning = REPLACED_GRADS
+        elif numbers != self._hyperparameters:
+            warning = CHANGED_NUMBERS
+        if (warning or built_from != self._built_from) and self._n_warm_ups == WARM_UP:
+            self._graph, self._n_warm_ups = None, 0  # first: Control-C may come after any line
+            if warning:
+                self._warn_once(warning, warning, stacklevel=5)
+        self._built_from, self._hyperparameters = built_from, numbers
 
     def _warm_up(self, leaves: list[Tensor]) -> Any:
         """Run a step as it is."""
@@ -248,23 +235,6 @@ class CapturedStep:
                 stacklevel=5,
             )
         return tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), result)
-
-    def _note_replaced(self, replaced: list[Tensor]) -> None:
-        """Note parameters whose gradients were dropped or replaced while a graph used them."""
-        own = set(map(id, params_of(self._optimizers)))
-        if not own:
-            self._count_dropped(LEAVES)
-        elif not own.isdisjoint(map(id, replaced)):
-            self._count_dropped(REPLACED)
-        else:
-            before = set(map(id, self._replaced))
-            self._hidden += [p for p in replaced if id(p) in before]
-            self._replaced = replaced
-
-    def _count_dropped(self, message: str) -> None:
-        self._n_dropped += 1
-        if self._n_dropped > 1:  # once may be an exception
-            raise FlatbedError(message)
 
     def _check_ids(self, graph: StepGraph) -> None:
         """Raise for bad ids of the call before this one. This call runs on the GPU meanwhile."""
@@ -311,7 +281,7 @@ class CapturedStep:
         lookups = [] if others else allocate_lookups(self._noted, leaves)
         try:
             with (
-                grads_of_capture(self._optimizers, self._params, self._hidden) as grads,
+                sharing_grads(self._optimizers) as grads,
                 capture_context(self._inputs, leaves, lookups) as context,
                 stepping_optimizers() as optimizers,
             ):
@@ -326,21 +296,10 @@ class CapturedStep:
                     raise FlatbedError("its optimizers do not take the same steps in each call")
         except (RuntimeError, FlatbedError) as error:
             raise FlatbedError(f"train_step cannot be captured in a CUDA graph: {error}") from error
-        self._params = grads.params
-        if grads.n_left:
-            self._warn_once(
-                "gradients",
-                f"the training step leaves gradients of {grads.n_left} parameters that no optimizer in it "
-                "updates. In a CUDA graph, an optimizer outside of it does not get them after a zero_grad(): "
-                "step and zero them in train_step, or freeze these parameters",
-                stacklevel=5,
-            )
         return StepGraph(
             graph,
             # Without the autograd graph, whose nodes would tie later captures to this stream.
             tree_map_only(Tensor, Tensor.detach, outputs),
-            optimizers,
-            _hyperparameters(optimizers),
             [lookup for lookup in lookups if lookup.batch is not None],
             context.checks,
             positions[: len(context.checks)],

@@ -1,8 +1,8 @@
 """Gradients that a captured step shares with other code.
 
-A graph reads and writes gradients where they were at its capture. If the step uses a gradient from before,
-every replay does, so the parameter must keep it. If the step gives a parameter a new gradient, replays do
-not: an optimizer outside does not get it once code outside has dropped it.
+A graph reads and writes gradients where they were at its capture. If the step uses gradients from before,
+every replay does, so they must stay where they are. Gradients that the step makes are in the memory of the
+graph: an optimizer outside would not get them once code outside has dropped them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -21,29 +20,23 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from flatbed.errors import FlatbedError
 from flatbed.flat.buffer import FlatParameter
 from flatbed.tables.table import Table
 
-LEAVES = (
-    "train_step leaves gradients, and no optimizer in it uses them: a CUDA graph would write them to memory "
-    "that zero_grad() outside of it drops. Call step() and zero_grad() of their optimizer in train_step, or "
-    "zero_grad(set_to_none=False) outside"
-)
 DROPS = (
-    "train_step uses gradients from outside of it, and drops them: a CUDA graph would go on with the memory "
-    "of the first ones. Call zero_grad() at its start, or zero_grad(set_to_none=False) at its end, or "
-    "accumulate gradients inside of it"
+    "it uses gradients from outside, and drops them: the graph would go on with the memory of the first "
+    "ones. Call zero_grad() at its start, or zero_grad(set_to_none=False) at its end, or accumulate "
+    "gradients inside of it"
 )
-REPLACED = (
-    "gradients that train_step uses are dropped or replaced outside of it, and a CUDA graph would go on with "
-    "the former ones: call zero_grad(set_to_none=False) outside of it"
+LEAVES = (
+    "it leaves gradients of {} parameters that no optimizer in it updates: the graph would write them to "
+    "memory that zero_grad() outside of it drops. Call step() and zero_grad() of their optimizer in it, or "
+    "zero_grad(set_to_none=False) outside. If nothing needs them, call zero_grad() of these parameters at "
+    "its start and end, or freeze them"
 )
 GRAD: Any = Tensor.grad
 """The descriptor itself: tables and flat parameters have properties, which compute."""
-
-
-class DroppedGradsError(Exception):
-    """Gradients that a captured step shares with other code do not stay where they are."""
 
 
 class Leaf(NamedTuple):
@@ -56,7 +49,7 @@ class Leaf(NamedTuple):
 
 def leaves(objects: Iterable[object]) -> list[Leaf]:
     """Return those objects that are tensors with a gradient, or may get one, apart from tables."""
-    found: list[Leaf] = []
+    found: dict[int, Leaf] = {}
     objects = list(objects)
     kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, Tensor)}
     with torch._C.DisableTorchFunctionSubclass():
@@ -65,8 +58,8 @@ def leaves(objects: Iterable[object]) -> list[Leaf]:
             with suppress(RuntimeError):  # of views whose base was changed in a way that torch refuses
                 grad = GRAD.__get__(one) if one.is_leaf else None
                 if grad is not None or (one.is_leaf and one.requires_grad):
-                    found.append(Leaf(one, grad, _version(grad)))
-    return found
+                    found[id(one)] = Leaf(one, grad, _version(grad))
+    return [*found.values()]
 
 
 def _version(grad: Tensor | None) -> int:
@@ -74,56 +67,26 @@ def _version(grad: Tensor | None) -> int:
     return -1 if grad is None else grad._version + getattr(grad, "_local_tensor", grad)._version
 
 
-@dataclass(slots=True)
-class CapturedGrads:
-    """What a captured step does with gradients."""
+class SharedGrad(NamedTuple):
+    """A parameter whose gradient a graph uses, and that code outside of the step must keep."""
 
-    used: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    """Parameters with gradients from before the capture that the step reads or writes."""
-    n_left: int = 0
-    """Parameters of no optimizer in the step that had no gradient before, and have one after it."""
-    params: list[Tensor] = field(default_factory=list)
-    """Parameters whose gradients the step may change."""
+    param: Tensor
+    grad: Tensor
 
-    def compare(self, before: list[Leaf], own: set[int], stepped: set[int]) -> None:
-        """Compare with the leaves from before.
-
-        `own` has the ids of the optimizers' parameters, and `stepped` those of gradients that they have used.
-        """
-        for leaf in before:
-            grad, is_own = GRAD.__get__(leaf.param), id(leaf.param) in own
-            is_used = id(leaf.grad) in stepped or _version(leaf.grad) != leaf.version
-            if leaf.grad is not None and is_used:
-                if grad is not leaf.grad:
-                    raise DroppedGradsError(DROPS)
-                self.used.append((leaf.param, leaf.grad))
-            if leaf.grad is None and grad is not None and not is_own:
-                self.n_left += 1
-            if is_own or is_used or grad is not leaf.grad:
-                self.params.append(leaf.param)
-        if self.n_left and not own:
-            raise DroppedGradsError(LEAVES)
-
-    def replaced(self) -> list[Tensor]:
-        """Return the parameters whose gradients code outside of the step has dropped or replaced."""
-        return [param for param, grad in self.used if GRAD.__get__(param) is not grad]
+    def is_kept(self) -> bool:
+        return GRAD.__get__(self.param) is self.grad
 
 
 @contextmanager
-def grads_of_capture(
-    optimizers: list[torch.optim.Optimizer],
-    params: list[Tensor] | None = None,
-    hidden: Iterable[Tensor] = (),
-) -> Iterator[CapturedGrads]:
-    """Find out what the body, a capture, does with gradients of `params`. Those of `hidden` are not there.
+def sharing_grads(optimizers: list[torch.optim.Optimizer]) -> Iterator[list[SharedGrad]]:
+    """Find the gradients that the body, a captured step of these optimizers, shares with other code.
 
-    By default all living objects are searched, except for those that `gc.freeze` hides: the step does not say
-    which parameters it uses. If the body fails, gradients are put back: those that it made were never
-    computed.
+    Raises if the step drops one of them, or leaves new ones to an optimizer outside. All living objects are
+    searched, except for those that `gc.freeze` hides: the step does not say which parameters it uses. If the
+    body fails, gradients are put back: those that it made were never computed.
     """
-    own, found, stepped = params_of(optimizers), CapturedGrads(), set[int]()
+    own, stepped, shared = params_of(optimizers), set[int](), list[SharedGrad]()
     rows = [(p, [*p._grads.parts]) for p in own if isinstance(p, Table)]
-    of_others = [(p, GRAD.__get__(p)) for p in hidden]
 
     def note_grads(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         stepped.update(id(grad) for grad in map(GRAD.__get__, params_of([optimizer])) if grad is not None)
@@ -132,15 +95,23 @@ def grads_of_capture(
         if len(args) == 1 and not kwargs:  # a closure may drop them first
             note_grads(optimizer)
 
-    for p, _ in of_others:
-        GRAD.__set__(p, None)
-    before = leaves(gc.get_objects() if params is None else params)
+    before = leaves([*own, *gc.get_objects()])
     hooks = [register_optimizer_step_pre_hook(note_given), register_optimizer_step_post_hook(note_grads)]
     # First of all hooks: another one gathers the gradients of flat parameters.
     _global_optimizer_pre_hooks.move_to_end(hooks[0].id, last=False)  # type: ignore[attr-defined]
     try:
-        yield found
-        found.compare(before, set(map(id, own)), stepped)
+        yield shared
+        n_left, ours = 0, set(map(id, own))
+        for leaf in before:
+            grad = GRAD.__get__(leaf.param)
+            n_left += id(leaf.param) not in ours and grad is not None and grad is not leaf.grad
+            is_used = id(leaf.grad) in stepped or _version(leaf.grad) != leaf.version
+            if leaf.grad is not None and is_used:
+                shared.append(SharedGrad(leaf.param, leaf.grad))
+        if not all(one.is_kept() for one in shared):
+            raise FlatbedError(DROPS)
+        if n_left:
+            raise FlatbedError(LEAVES.format(n_left))
     except BaseException:
         for leaf in before:
             if GRAD.__get__(leaf.param) is not leaf.grad:
@@ -152,8 +123,6 @@ def grads_of_capture(
     finally:
         for hook in hooks:
             hook.remove()
-        for p, grad in of_others:
-            GRAD.__set__(p, grad)
 
 
 def params_of(optimizers: list[torch.optim.Optimizer]) -> list[Tensor]:

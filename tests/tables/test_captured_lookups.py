@@ -267,7 +267,7 @@ def test_each_capture_follows_a_step(graph_device: str) -> None:
         losses.append(float(step(ids.to(graph_device))))
         expected_losses.append(float(expected_model.step(ids.to(graph_device))))
     assert losses == expected_losses
-    assert sum(runs) > 8
+    assert sum(runs) == 6  # of 24 calls, after three warm-ups each
     assert not any(one and other for one, other in pairwise(runs))
     for found, one in zip(model.everything(), expected_model.everything(), strict=True):
         assert torch.equal(found, one)
