@@ -32,7 +32,7 @@ UNIT = 1024
 """Rows per product on a CPU. Blocks are multiples of it, so that rounding does not depend on their size."""
 GROUP = 16  # scores per maximum
 MERGED = 4  # times k candidates per query are merged at once
-GROWTH = 4  # of the first blocks, since all rows of the first one are candidates
+GROWTH = 4  # of the first blocks: each one gives a better bound for the next
 COPIED_BYTES = 1 << 27  # of rows at once, if they are copied
 IN_PLACE_BYTES = 1 << 30  # of rows at once, if they are not
 MAX_SCORES = {"cpu": 1 << 24, "cuda": 1 << 28}
@@ -189,9 +189,18 @@ class Search:
         return functional.normalize(rows, eps=EPS) if self.metric == "cosine" else rows
 
     def _find_candidates(self, scores: Tensor, first: int) -> Iterator[Candidates]:
-        """Select the groups of scores whose maximum exceeds the k-th best, and the rows after all groups."""
+        """Select the groups of scores whose maximum exceeds the k-th best, and the rows after all groups.
+
+        Of the first rows, select those that are not below the k-th best of these rows.
+        """
         (n_rows, n_queries), device = scores.shape, scores.device
-        n_grouped = n_rows // GROUP * GROUP if self.values.shape[1] == self.k else 0
+        if self.values.shape[1] < self.k:
+            if self.padding_idx is not None and first <= self.padding_idx < first + n_rows:
+                scores[self.padding_idx - first] = -torch.inf
+            bounds = scores.T.contiguous().topk(min(self.k, n_rows)).values[:, -1]
+            yield self._candidates_of(scores, *(~(scores < bounds)).nonzero(as_tuple=True), first)
+            return
+        n_grouped = n_rows // GROUP * GROUP
         if n_grouped:
             maxima = scores[:n_grouped].view(n_rows // GROUP, GROUP, n_queries).amax(1)
             is_found = ~(maxima <= self.values[:, -1])  # NaN is the greatest, as in torch.topk
