@@ -382,7 +382,15 @@ def test_parameters_outside_of_the_model_are_named(tmp_path: Path) -> None:
             save_checkpoint(tmp_path, model, optimizer)
         assert sorted(os.listdir(tmp_path)) == [".lock", "CURRENT.json", current(tmp_path).name]
         save_checkpoint(tmp_path, nn.ModuleDict({"model": model, "loss": loss}), optimizer)
-        save_checkpoint(tmp_path, nn.Sequential(model, loss), make(model.parameters()))
+        others = make(model.parameters()), torch.optim.SGD(loss.parameters())
+        save_checkpoint(tmp_path, nn.Sequential(model, loss), others)
+        with pytest.warns(UserWarning, match=r"'1\.weight', '1\.bias' require gradients.*freeze") as caught:
+            save_checkpoint(tmp_path, nn.Sequential(model, loss), others[0])
+        assert [warning.filename for warning in caught] == [__file__]
+        save_checkpoint(tmp_path, nn.Sequential(model, loss))  # without optimizers: on purpose
+        loss.requires_grad_(False)
+        save_checkpoint(tmp_path, nn.Sequential(model, loss), others[0])
+        loss.requires_grad_(True)
 
 
 def test_versions_whose_disk_table_would_be_lost_are_not_kept(tmp_path: Path) -> None:

@@ -68,7 +68,10 @@ def load_table(
     if read_only:
         if not path.is_dir():
             inspect(path)  # raises for the damaged file of a disk table
-        raise ValueError(f'read_only=True is for files of tables with storage="disk"; {path} is copied')
+        raise ValueError(
+            f'read_only=True is for the file of a table with storage="disk", which {path} is not: give that '
+            "file, or leave read_only out to load a copy"
+        )
     storage = storage or "host"
     if (storage == "disk") != (target is not None):
         raise ValueError(f'`to` names the new file of storage="disk"; found storage={storage!r}, to={to}')

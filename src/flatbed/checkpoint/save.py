@@ -234,6 +234,25 @@ def _warn_of_other_params(training: Training) -> None:
             )
 
 
+def _warn_of_other_optimizers(training: Training) -> None:
+    """Warn of parameters that none of the optimizers has: the state of theirs would not be saved."""
+    held = {
+        id(part)
+        for one in training.optimizers
+        for param in chain.from_iterable(group["params"] for group in one.param_groups)
+        for part in (param, *(param.buffer.originals if isinstance(param, FlatParameter) else ()))
+    }
+    dense = [(name, p) for name, p in training.model.named_parameters() if name not in training.tables]
+    names = [name for name, p in dense if p.requires_grad and id(p) not in held]
+    if training.optimizers and names:
+        warnings.warn(
+            f"{', '.join(map(repr, names[:3]))}{', …' if len(names) > 3 else ''} require gradients, and none "
+            "of the optimizers of this save has them: pass the one that trains them, too, or freeze them "
+            "(requires_grad_(False)) if there is none",
+            stacklevel=5,
+        )
+
+
 def _checked_extra(extra: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return `extra` as a dict; raise if JSON would change it."""
     try:
@@ -275,6 +294,7 @@ class Version:
         values = dense_state(self.training.model)
         if self.lockstep.first:  # after `dense_state`, in which FSDP2 shards parameters again
             _warn_of_other_params(self.training)
+            _warn_of_other_optimizers(self.training)
         known = names_by_place({**values, **self.training.tables})
         self.manifest["model"] = {name: packer.pack(value, name) for name, value in values.items()}
         self._check_shared(packer.tensors)

@@ -18,6 +18,7 @@ from flatbed.errors import FlatbedError
 from flatbed.kernels import RecordLocation, use_triton
 from flatbed.kernels import rows as ops
 from flatbed.tables.config import device_of
+from flatbed.tables.files import as_path
 from flatbed.tables.ids import as_ids, check_range, to_device
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ class RowReader:
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         self.device = device_of(device)
-        rows = _checked(_mapped(Path(array)) if isinstance(array, str | os.PathLike) else array)
+        rows = _checked(_mapped(as_path(array)) if isinstance(array, str | os.PathLike) else array)
         self.shape: tuple[int, ...] = rows.shape
         self.dtype = _dtype(rows)
         self._source: CopiedRows | GatheredRows | None = _source_for(rows, self.device, copy)

@@ -15,6 +15,7 @@ from torch import Tensor
 from flatbed.errors import FlatbedError
 from flatbed.kernels.cache import POLICIES
 from flatbed.tables import initializers
+from flatbed.tables.files import as_path
 from flatbed.tables.record import NAMES, WEIGHT, Field
 
 STORAGES = ("host", "disk", "device")
@@ -134,7 +135,7 @@ def build_config(
         n_rows=n_rows,
         dim=as_integer("embedding_dim", embedding_dim),
         dtype=torch.get_default_dtype() if dtype is None else dtype,
-        path=None if path is None else Path(path).absolute(),
+        path=None if path is None else as_path(path).absolute(),
         init=initializers.parse("normal" if init is None else init),
         # Drawn as torch draws first weights: repeatable with torch.manual_seed, different for every table.
         seed=int(torch.randint(1 << 62, (), device="cpu")) if seed is None else as_integer("seed", seed),

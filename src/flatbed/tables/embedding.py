@@ -292,10 +292,13 @@ def _check_resume(config: Config, resume: bool | None) -> None:
                 f'resume is for storage="disk"; found resume={resume}, storage={config.storage!r}'
             )
     elif resume is not None and bool(resume) != path.exists():
-        missing = "is missing: check the path, or leave resume out to make a new table"
-        found = "exists: choose another path, or pass resume=True to go on with its rows"
-        found = found if path.exists() else missing
-        raise FlatbedError(f"resume={resume}, and {path} {found}")
+        if resume:
+            remedy = "check the path, or leave resume out to make a new table"
+            raise FlatbedError(f"resume=True, and {path} is missing: {remedy}")
+        raise FlatbedError(
+            f"{path} exists, and resume=False and from_pretrained make a new file: choose another path, or "
+            "pass resume=True to go on with its rows"
+        )
     elif resume is None and path not in _announced and is_disk_table(path):  # opening others raises
         _announced.add(path)
         note(

@@ -198,7 +198,8 @@ class Search:
             if self.padding_idx is not None and first <= self.padding_idx < first + n_rows:
                 scores[self.padding_idx - first] = -torch.inf
             bounds = scores.T.contiguous().topk(min(self.k, n_rows)).values[:, -1]
-            yield self._candidates_of(scores, *(~(scores < bounds)).nonzero(as_tuple=True), first)
+            rows, queries = (~(scores < bounds)).nonzero(as_tuple=True)
+            yield self._candidates_of(scores, rows, queries, first)
             return
         n_grouped = n_rows // GROUP * GROUP
         if n_grouped:

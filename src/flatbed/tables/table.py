@@ -229,7 +229,7 @@ class Table(TableParameter):
         if held != kept:
             found, wanted = (", ".join(name for name, *_ in some) or "none" for some in (held, kept))
             raise FlatbedError(
-                f"the table holds optimizer state of its own ({found}), and {type(owner).__name__} keeps "
+                f"{self!r} holds optimizer state of its own ({found}), and {type(owner).__name__} keeps "
                 f"other ({wanted}): give it to the optimizer it was trained with, or call table.drop_state() "
                 f"first to start again"
             )
