@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from flatbed.distributed.peers import Peers, wait_in_step
 from flatbed.errors import FlatbedError
 from flatbed.kernels.step import ParamSlot, in_order
 
@@ -203,19 +202,12 @@ class ShardGroups:
     whole on every rank. All ranks find the same classes in the same order.
     """
 
-    def __init__(
-        self,
-        shardings: Iterable[Sharding | None],
-        norm_group: Any = None,
-        peers: Peers | None = None,
-        device: torch.device = CPU,
-    ) -> None:
+    def __init__(self, shardings: Iterable[Sharding | None], norm_group: Any, device: torch.device) -> None:
         """Take the sharding of each parameter, and a device of this rank's parameters: a GPU if there is one.
 
         A process group may have a backend for GPUs and one for CPUs. All ranks must use the same, whether or
         not they have gradients.
         """
-        self._peers = peers
         self._device = device
         self._classes: dict[Any, int] = {None: 0}
         gathers: dict[tuple[Any, torch.device], list[int]] = {}
@@ -252,9 +244,9 @@ class ShardGroups:
             for index, values in held.items():
                 vector[index] += values.to(self._device).sum()
         for group, device, classes in self._gathers:
-            vector[classes] = self._gather(vector[classes].to(device), group).sum(0).to(self._device)
+            vector[classes] = _gather(vector[classes].to(device), group).sum(0).to(self._device)
         if self._norm_group is not None:
-            vector = self._gather(vector.sum().reshape(1), self._norm_group).flatten()
+            vector = _gather(vector.sum().reshape(1), self._norm_group).flatten()
         return vector
 
     def any(self, flag: Tensor) -> Tensor:
@@ -262,17 +254,15 @@ class ShardGroups:
         found = flag.detach().to(torch.float32).reshape(1)
         for group, device, _ in (*self._gathers, (self._norm_group, self._device, None)):
             if group is not None:
-                found = self._gather(found.to(device), group).amax(0)
+                found = _gather(found.to(device), group).amax(0)
         return found.to(flag.device)
 
-    def _gather(self, own: Tensor, group: Any) -> Tensor:
-        """Return the vectors of all ranks of a group, in rank order."""
-        gathered = own.repeat(group.size(), 1)
-        on_cpu = own.device.type == "cpu"
-        work = dist.all_gather(list(gathered.unbind()), own.contiguous(), group=group, async_op=on_cpu)
-        if on_cpu:
-            wait_in_step(work, group, self._peers)
-        return gathered
+
+def _gather(own: Tensor, group: Any) -> Tensor:
+    """Return the vectors of all ranks of a group, in rank order."""
+    gathered = own.repeat(group.size(), 1)
+    dist.all_gather(list(gathered.unbind()), own.contiguous(), group=group)
+    return gathered
 
 
 def _as_slice(indices: list[int]) -> slice | list[int]:

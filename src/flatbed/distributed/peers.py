@@ -1,9 +1,7 @@
-"""The other ranks of one optimizer: agreement when it is built, and failures of one rank in a step.
+"""The other ranks of one optimizer: they agree when it is built.
 
-`Meeting` is not enough: a rank without shards does not know that others wait for it, and most steps
-communicate nothing. So ranks leave notes in the store, which others read while they wait. Notes of different
-optimizers have different keys: before ranks have met, the number of the optimizer on its rank, and then the
-key of the meeting.
+`Meeting` is not enough: a rank without shards does not know that others wait for it. So ranks leave notes in
+the store, which others read while they wait, under the number of the optimizer on its rank.
 """
 
 from __future__ import annotations
@@ -21,8 +19,6 @@ from flatbed.distributed.ranks import (
     default_store,
     leave_note,
     read_note,
-    reason_of,
-    wait_for,
     world_size,
 )
 from flatbed.errors import FlatbedError
@@ -53,8 +49,6 @@ class Peers:
         self._store, self._rank = default_store(), dist.get_rank()
         self._timeout = self._store.timeout.total_seconds()
         self._is_built = False
-        self._meetings: list[str] = []
-        """Keys of meetings. Each is the same on all of its ranks, however many optimizers they have built."""
         self._n_steps = 0
 
     @staticmethod
@@ -62,8 +56,6 @@ class Peers:
         """Return the other ranks; None if there are none, and for backends without a store (MPI)."""
         has_store = world_size() > 1 and str(dist.get_backend()) not in ("fake", "mpi")
         return Peers() if has_store else None
-
-    # ---- building
 
     def agree(self, described: Sequence[Described], failure: Exception | None = None) -> None:
         """Raise on all ranks that share shards if parameters or options differ, or if one rank has failed.
@@ -109,9 +101,7 @@ class Peers:
                 return self._absence(ranks, absent(), f"ranks waited for {waited:.0f} s")
             return None
 
-        meeting = Meeting(ranks)
-        meeting.hold(own, give_up, failure)
-        self._meetings.append(meeting.key)
+        Meeting(ranks).hold(own, give_up, failure)
 
     def _absence(self, ranks: Sequence[int], absent: list[int], found: str) -> str:
         return (
@@ -141,8 +131,6 @@ class Peers:
     def _told(self, name: str) -> list[Any] | None:
         return read_note(self._store, f"{self._key}/{name}")
 
-    # ---- steps
-
     def begin_step(self) -> None:
         """Count a step. The steps 1, 2, 4, 8, ... raise if another rank could not build the optimizer."""
         self._n_steps += 1
@@ -150,26 +138,3 @@ class Peers:
         if told is not None and self._rank in told[1]:
             Meeting.missed = True
             raise FlatbedError(f"rank {told[0]} failed to build this optimizer: {told[2]}")
-
-    def tell_step_failure(self, error: BaseException) -> None:
-        """Tell ranks that wait for this one inside of a step that the step has failed."""
-        for key in self._meetings:
-            leave_note(self._store, f"{key}/step/{self._n_steps}", self._rank, reason_of(error))
-
-    def check_step(self, group: Any) -> None:
-        """Raise if another rank of a process group has failed in the present step."""
-        for key in self._meetings:
-            told = read_note(self._store, f"{key}/step/{self._n_steps}")
-            if told is not None and told[0] in dist.get_process_group_ranks(group):
-                raise FlatbedError(
-                    f"rank {told[0]} failed in this step: {told[1]}. Parameters and state may be of "
-                    f"different steps on different ranks: load the last checkpoint"
-                )
-
-
-def wait_in_step(work: Any, group: Any, peers: Peers | None) -> None:
-    """Wait for a collective of a step between CPUs; raise if another rank has failed in this step."""
-    if peers is None:
-        work.wait()
-    else:
-        wait_for(work, lambda: peers.check_step(group))

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flatbed.distributed.dense_shards import Sharding, is_dtensor, local_of
-from flatbed.distributed.peers import Peers, wait_in_step
 from flatbed.layout import is_dense
 
 if TYPE_CHECKING:
@@ -131,12 +130,9 @@ class Piece:
         line = self.buffer[self.rank].clone() if self.buffer.device.type == "cpu" else self.buffer[self.rank]
         return gather(self.buffer.view(-1), line, group=self.group, async_op=True)
 
-    def receive(self, work: Any, peers: Peers | None) -> None:
+    def receive(self, work: Any) -> None:
         """Wait for the rows of other ranks, and write them into the parameters."""
-        if self.buffer.device.type == "cpu":
-            wait_in_step(work, self.group, peers)
-        else:
-            work.wait()
+        work.wait()
         if self.others:
             torch._foreach_copy_(self.others, self.unpacked)
 
@@ -201,13 +197,13 @@ def own_part(param: Tensor, rows: OwnRows | None) -> Tensor:
     return local_of(param) if rows is None else rows.computed(param.detach())
 
 
-def exchange_pieces(pieces: Sequence[Piece], peers: Peers | None = None) -> None:
+def exchange_pieces(pieces: Sequence[Piece]) -> None:
     """Give all ranks the rows of all ranks. A piece is sent while the piece before it is written."""
     sent: list[tuple[Piece, Any]] = []
     for piece in pieces:
         sent.append((piece, piece.send()))
         if len(sent) > 1:
             earlier, work = sent.pop(0)
-            earlier.receive(work, peers)
+            earlier.receive(work)
     for piece, work in sent:
-        piece.receive(work, peers)
+        piece.receive(work)

@@ -387,27 +387,22 @@ class Optimizer(torch.optim.Optimizer):
     def _step(self, closure: Callable[[], Any] | None = None) -> Any:
         if self._peers is not None:
             self._peers.begin_step()
-        try:
-            loss = None
-            if closure is not None:
-                with torch.enable_grad():
-                    loss = closure()
-            self._check_no_averages("step")
-            check_values_exist("a step")
-            with torch.no_grad():
-                plan = self._current_plan()
-                # Errors here keep the plan: a CUDA graph can be captured next, without another eager step.
-                table_steppers = self._tables.prepare_step(self) if self._tables.owned else []
-                try:
-                    update_all(self, plan, table_steppers)
-                except BaseException:
-                    self._drop_plan()  # uploads may not have been issued
-                    raise
-            return loss
-        except BaseException as error:
-            if self._peers is not None:  # other ranks may wait for the norm or for rows of this one
-                self._peers.tell_step_failure(error)
-            raise
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._check_no_averages("step")
+        check_values_exist("a step")
+        with torch.no_grad():
+            plan = self._current_plan()
+            # Errors here keep the plan: a CUDA graph can be captured next, without another eager step.
+            table_steppers = self._tables.prepare_step(self) if self._tables.owned else []
+            try:
+                update_all(self, plan, table_steppers)
+            except BaseException:
+                self._drop_plan()  # uploads may not have been issued
+                raise
+        return loss
 
     def _refuse_replaced_params(self) -> None:
         """Raise if only parameters outside of this optimizer have a gradient: a step would train nothing."""

@@ -266,7 +266,7 @@ def build_plan(
         )
     devices = (p.device for group in groups for p in group["params"])
     device = next((device for device in devices if device.type not in ("cpu", "meta")), CPU)
-    shard_groups = ShardGroups(map(Sharding.of, params), optimizer._norm_group, optimizer._peers, device)
+    shard_groups = ShardGroups(map(Sharding.of, params), optimizer._norm_group, device)
     slots = build_slots(optimizer, early, loaded=loaded, copies_weights=copies_weights)
     by_device: dict[torch.device, list[ParamSlot]] = {}
     for slot in slots:

@@ -119,7 +119,7 @@ def update_all(optimizer: Optimizer, plan: Plan, table_steppers: list[TableStepp
     if table_steppers and not plan.steppers:
         optimizer._stats.count_without_params(table_steppers[0].step_stats)
     if plan.pieces:
-        exchange_pieces(plan.pieces, optimizer._peers)
+        exchange_pieces(plan.pieces)
     optimizer._has_partial_step = False
     if owners:
         torch.autograd.graph.increment_version(plan.counters if owners is plan.owners else owners)
