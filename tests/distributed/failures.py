@@ -128,6 +128,20 @@ def other_order_on_one_rank(_: Path) -> None:
     assert "the class of the optimizer differs between ranks: rank 0 has AdamW, rank 1 has SGD" in found
 
 
+def difference_on_one_of_two_meshes(_: Path) -> None:
+    """The last rank shares other parameters with the ranks that differ."""
+    mesh, pair = new_mesh(), DeviceMesh("cpu", [0, ODD])
+
+    def build() -> Any:
+        params = shards(mesh)
+        if dist.get_rank() in (0, ODD):
+            params += shards(pair)[is_odd() :]
+        return AdamW(params)
+
+    assert "parameter 3 of group 0 differs between ranks: rank 0 has" in message_of(build)
+    assert_next_optimizer_works(mesh)
+
+
 def checkpoint_without_one_rank(folder: Path) -> None:
     """One rank comes when the other one has given up: the second one, and then the first one."""
     ranks.PATIENCE, ranks.TELL_AFTER = 2.0, 0.5
@@ -151,7 +165,7 @@ def checkpoint_without_one_rank(folder: Path) -> None:
 
 SCENARIOS = [
     *(whole_parameters_on_one_rank, wrong_argument_on_one_rank, mesh_without_one_rank),
-    *(other_order_on_one_rank, checkpoint_without_one_rank),
+    *(difference_on_one_of_two_meshes, other_order_on_one_rank, checkpoint_without_one_rank),
 ]
 
 if __name__ == "__main__":

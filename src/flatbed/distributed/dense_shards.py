@@ -71,6 +71,11 @@ class Sharding:
         return Sharding(held.device_mesh, tuple(held.placements), held.shape, held.stride())
 
     @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks of the mesh."""
+        return tuple(self.mesh.mesh.flatten().tolist())
+
+    @property
     def mesh_dims(self) -> tuple[int, ...]:
         """The dimensions of the mesh along which ranks hold different elements."""
         return tuple(i for i, placement in enumerate(self.placements) if not placement.is_replicate())
@@ -118,7 +123,7 @@ def check_sharding(param: Tensor, name: str) -> None:
     if mesh.get_coordinate() is None:
         raise FlatbedError(
             f"rank {dist.get_rank()} is not part of the mesh of parameter {name}, whose ranks are "
-            f"{mesh.mesh.flatten().tolist()}: give this parameter to optimizers on those ranks only"
+            f"{list(sharding.ranks)}: give this parameter to optimizers on those ranks only"
         )
     if any(placement.is_partial() for placement in sharding.placements):
         raise FlatbedError(

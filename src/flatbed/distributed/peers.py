@@ -6,16 +6,17 @@ the store, which others read while they wait, under the number of the optimizer 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 
 from flatbed.distributed.ranks import (
     ExchangeError,
     Meeting,
+    Statement,
     default_store,
     leave_note,
     read_note,
@@ -23,33 +24,20 @@ from flatbed.distributed.ranks import (
 )
 from flatbed.errors import FlatbedError
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
 PATIENCE = 10.0
 """Seconds until ranks raise because another rank has built an optimizer without shards instead."""
 _numbers = count()
-
-
-@dataclass(frozen=True, slots=True)
-class Described:
-    """A parameter or an option, as ranks compare it."""
-
-    name: str
-    value: str
-    mesh: DeviceMesh | None = None
-    """The ranks that hold shards of the parameter."""
 
 
 class Peers:
     """Notes that the ranks of one optimizer leave for each other in the store."""
 
     def __init__(self) -> None:
-        self._key = f"flatbed/optimizer/{next(_numbers)}"
+        self._key, self._n_steps = f"flatbed/optimizer/{next(_numbers)}", 0
         self._store, self._rank = default_store(), dist.get_rank()
         self._timeout = self._store.timeout.total_seconds()
-        self._is_built = False
-        self._n_steps = 0
+        self._concerned: list[int] = []
+        """Ranks that share something of the optimizer."""
 
     @staticmethod
     def of_new_optimizer() -> Peers | None:
@@ -57,51 +45,37 @@ class Peers:
         has_store = world_size() > 1 and str(dist.get_backend()) not in ("fake", "mpi")
         return Peers() if has_store else None
 
-    def agree(self, described: Sequence[Described], failure: Exception | None = None) -> None:
-        """Raise on all ranks that share shards if parameters or options differ, or if one rank has failed.
+    def agree(self, stated: Mapping[tuple[int, ...], Statement], failure: Exception | None = None) -> None:
+        """Raise on all ranks of a key of `stated` if their statements differ, or if one of them has failed.
 
-        Every rank of each mesh calls it. Meshes are visited in one order, since ranks may share several.
+        Every rank of each key calls it. Keys are visited in one order, since ranks may be in several.
         """
-        holders = {id(d): () if d.mesh is None else tuple(d.mesh.mesh.flatten().tolist()) for d in described}
-        meetings = sorted(set(holders.values()) - {()})
-        everyone = sorted({self._rank, *(rank for ranks in meetings for rank in ranks)})
-        try:
-            for ranks in meetings:
-                if self._rank in ranks and len(ranks) > 1:
-                    own = [(d.name, d.value) for d in described if holders[id(d)] in ((), ranks)]
-                    self._meet(ranks, own, None if failure is None else str(failure))
-        except ExchangeError as error:
-            self._tell(error, everyone)
-            if failure is None:
-                raise
+        self._concerned = sorted({rank for ranks in stated for rank in ranks})
+        for ranks in sorted(stated):
+            if self._rank not in ranks or len(ranks) == 1:
+                continue
+            meeting = Meeting(ranks)
+            if failure is not None:
+                meeting.end(f"rank {self._rank}: {failure}")
+                continue
+            try:
+                meeting.hold(stated[ranks], partial(self._give_up, ranks))
+            except ExchangeError as error:
+                failure = error
         if failure is not None:
-            self._tell(failure, everyone)
             raise failure
 
-    def agree_in(self, group: Any, options: dict[str, Any]) -> None:
-        """Raise on all ranks of a process group if options differ between them."""
-        own = [(name, repr(value)) for name, value in options.items()]
-        ranks = dist.get_process_group_ranks(group)
-        try:
-            self._meet(ranks, own, None)
-        except ExchangeError as error:
-            self._tell(error, ranks)
-            raise
-
-    def _meet(self, ranks: Sequence[int], own: list[tuple[str, str]], failure: str | None) -> None:
-        def give_up(waited: float, absent: Callable[[], list[int]]) -> str | None:
-            told = self._told("failed")
-            if told is not None and told[0] in absent():
-                return f"rank {told[0]}: {told[2]}"
-            if waited > PATIENCE:
-                for rank in absent():
-                    if instead := self._told(f"whole/{rank}"):
-                        return self._absence(ranks, [rank], f"it built {instead[0]}")
-            if waited > self._timeout:
-                return self._absence(ranks, absent(), f"ranks waited for {waited:.0f} s")
-            return None
-
-        Meeting(ranks).hold(own, give_up, failure)
+    def _give_up(self, ranks: Sequence[int], waited: float, absent: Callable[[], list[int]]) -> str | None:
+        told = self._told("failed")
+        if told is not None and told[0] in absent():
+            return f"rank {told[0]}: {told[2]}"
+        if waited > PATIENCE:
+            for rank in absent():
+                if instead := self._told(f"whole/{rank}"):
+                    return self._absence(ranks, [rank], f"it built {instead[0]}")
+        if waited > self._timeout:
+            return self._absence(ranks, absent(), f"ranks waited for {waited:.0f} s")
+        return None
 
     def _absence(self, ranks: Sequence[int], absent: list[int], found: str) -> str:
         return (
@@ -116,17 +90,9 @@ class Peers:
         leave_note(self._store, f"{self._key}/whole/{self._rank}", told)
 
     def tell_failure(self, error: Exception) -> None:
-        """Tell ranks that wait for this one that it has failed to build the optimizer."""
-        self._tell(error, [])
-        Meeting.missed = True
-
-    def built(self) -> None:
-        """Record that the optimizer exists: a failure to add a group later does not end its steps."""
-        self._is_built = True
-
-    def _tell(self, error: Exception, concerned: list[int]) -> None:
-        if not self._is_built:
-            leave_note(self._store, f"{self._key}/failed", self._rank, concerned, str(error))
+        """Tell the other ranks that this one has failed to build the optimizer."""
+        leave_note(self._store, f"{self._key}/failed", self._rank, self._concerned, str(error))
+        Meeting.missed = Meeting.missed or not isinstance(error, ExchangeError)
 
     def _told(self, name: str) -> list[Any] | None:
         return read_note(self._store, f"{self._key}/{name}")

@@ -176,20 +176,24 @@ class Meeting:
             self.key = f"flatbed/meeting/{name}/{_n_held[self._ranks]}"
         Meeting.missed = False
 
-    def hold(self, statement: Statement, give_up: GiveUp, failure: str | None = None) -> None:
+    def end(self, decision: str) -> None:
+        """End the meeting, unless it has a decision already. All ranks raise if it is not MET."""
+        self._store.compare_set(f"{self.key}/decision", "", decision)
+
+    def hold(self, statement: Statement, give_up: GiveUp) -> None:
         """Wait for all ranks; raise on all of them if a rank is missing, has failed, or states otherwise."""
         store, key = self._store, self.key
-        shown = json.dumps([list(statement), failure])
+        shown = json.dumps(list(statement))
         digest = hashlib.sha256(shown.encode()).hexdigest()
         store.set(f"{key}/{digest}", shown)  # one text for all ranks that state the same
         store.set(f"{key}/{dist.get_rank()}", digest)
         if store.add(f"{key}/n", 1) == len(self._ranks):
-            store.compare_set(f"{key}/decision", "", self._difference() or MET)
+            self.end(self._difference() or MET)
         began, pause = time.monotonic(), 0.001
         while not store.check([f"{key}/decision"]):
             message = give_up(time.monotonic() - began, self._absent)
             if message is not None:
-                store.compare_set(f"{key}/decision", "", message)
+                self.end(message)
             time.sleep(pause)
             pause = min(2 * pause, 0.25)
         decision = store.get(f"{key}/decision").decode()
@@ -203,12 +207,8 @@ class Meeting:
         """Return what differs between ranks. All of them must be present."""
         digests = {rank: self._store.get(f"{self.key}/{rank}").decode() for rank in self._ranks}
         texts = {digest: self._store.get(f"{self.key}/{digest}") for digest in set(digests.values())}
-        held = {rank: json.loads(texts[digest]) for rank, digest in digests.items()}
-        for rank, (_, failure) in held.items():
-            if failure is not None:
-                return f"rank {rank}: {failure}"
-        advice = "Build the optimizer with the same parameters and options on all ranks"
-        return difference({rank: dict(map(tuple, pairs)) for rank, (pairs, _) in held.items()}, advice)
+        held = {rank: dict(json.loads(texts[digest])) for rank, digest in digests.items()}
+        return difference(held, "Build the optimizer with the same parameters and options on all ranks")
 
 
 # ---- the default process group

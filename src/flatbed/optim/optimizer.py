@@ -23,7 +23,7 @@ from flatbed.errors import FlatbedError
 from flatbed.kernels import check_values_exist
 from flatbed.kernels.step import NORM, SKIPPED, StepOptions
 from flatbed.optim import options as checks
-from flatbed.optim.options import OF_NORM, ParamsT, describe_for_ranks, named_params
+from flatbed.optim.options import ParamsT, describe_for_ranks, named_params
 from flatbed.optim.plan import Plan, build_plan
 from flatbed.optim.state import lacks_state
 from flatbed.optim.state_dict import ROUNDS, build_state_dict, load_state_dict
@@ -47,7 +47,7 @@ class Optimizer(torch.optim.Optimizer):
         try:
             self._build(params, options, extras)
         except Exception as error:
-            if self._peers is not None and not isinstance(error, ExchangeError):
+            if self._peers is not None:
                 self._peers.tell_failure(error)  # other ranks may wait for this one
             raise
 
@@ -74,8 +74,6 @@ class Optimizer(torch.optim.Optimizer):
         self._check_ranks()
         self._make_state_early(copies_weights=False)
         self._own_tables()  # last: it takes tables from their former optimizers, and nothing may fail then
-        if self._peers is not None:
-            self._peers.built()
 
     def _reset(self) -> None:
         """Start without a plan and without tables."""
@@ -160,13 +158,11 @@ class Optimizer(torch.optim.Optimizer):
         """Raise on all ranks if their DTensors or options differ, or if one rank has failed."""
         if self._peers is None:
             return
-        params = [p for group in self.param_groups for p in group["params"]]
-        if self._state_sharding is not None or any(map(is_dtensor, params)):
-            self._peers.agree(describe_for_ranks(self), failure)
-        elif failure is None and self._norm_group is None:
-            self._peers.tell_whole(type(self).__name__, len(params))
-        if self._norm_group is not None and failure is None:
-            self._peers.agree_in(self._norm_group, {name: getattr(self._options, name) for name in OF_NORM})
+        stated = describe_for_ranks(self)
+        if not stated and failure is None:
+            n_params = sum(len(group["params"]) for group in self.param_groups)
+            self._peers.tell_whole(type(self).__name__, n_params)
+        self._peers.agree(stated, failure)
 
     def _check_group(self, group: dict[str, Any], number: int) -> None:
         checks.check_group(self._rule, group)

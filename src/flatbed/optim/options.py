@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from flatbed.distributed.dense_shards import check_grad_kind, check_sharding
-from flatbed.distributed.peers import Described
+from flatbed.distributed.dense_shards import Sharding, check_grad_kind, check_sharding
 from flatbed.distributed.ranks import world_size
 from flatbed.errors import FlatbedError
 from flatbed.kernels.step import StepOptions
@@ -65,29 +64,42 @@ def named_params(groups: Sequence[Group], first: int = 0) -> Iterator[tuple[str,
             yield (f"'{given[i]}'" if given else f"{i} of group {number}"), param, number
 
 
-def describe_for_ranks(optimizer: Optimizer) -> list[Described]:
-    """Return parameters and options in the form in which ranks that share DTensors compare them.
+def describe_for_ranks(optimizer: Optimizer) -> dict[tuple[int, ...], list[tuple[str, str]]]:
+    """Return parameters and options as names and values, for each set of ranks that compare them.
 
     Whole parameters may differ between ranks, unless their gradients are part of a norm.
     """
-    groups, options = optimizer.param_groups, optimizer._options
-    found = [Described("the class of the optimizer", type(optimizer).__name__)]
-    found += [Described(name, repr(value)) for name, value in asdict(options).items()]
-    others = optimizer._norm_group  # ranks of one pipeline stage are in different norm groups
-    found.append(Described("norm_group", "None" if others is None else f"{others.size()} ranks"))
+    groups, options, stages = optimizer.param_groups, optimizer._options, optimizer._norm_group
+    stated = {}
+    if stages is not None:
+        alike = [(name, repr(getattr(options, name))) for name in OF_NORM]
+        stated[tuple(dist.get_process_group_ranks(stages))] = alike
+    common = [("the class of the optimizer", type(optimizer).__name__)]
+    common += [(name, repr(value)) for name, value in asdict(options).items()]
+    # Ranks of one pipeline stage are in different norm groups.
+    common.append(("norm_group", "None" if stages is None else f"{stages.size()} ranks"))
     for number, group in enumerate(groups):
         for name, value in group.items():
             on_gpu = isinstance(value, Tensor) and value.device.type != "cpu"  # reading it would wait
             if name not in ("params", "param_names") and not on_gpu:
-                found.append(Described(f"{name} of group {number}", repr(value)))
-    for name, param, _ in named_params(groups):
-        sharding = None if isinstance(param, Table) else optimizer._sharding_of(param)
-        if sharding is not None or options.needs_norm:
-            kind = f"{tuple(param.shape)} {param.dtype}"
-            kind += f" placed {sharding.placements}" if sharding is not None else ""
-            kind += "" if param.requires_grad else ", requires_grad=False"
-            found.append(Described(f"parameter {name}", kind, None if sharding is None else sharding.mesh))
-    return found
+                common.append((f"{name} of group {number}", repr(value)))
+    held = [
+        (name, param, None if isinstance(param, Table) else optimizer._sharding_of(param))
+        for name, param, _ in named_params(groups)
+    ]
+    for ranks in {sharding.ranks for *_, sharding in held if sharding is not None}:
+        stated[ranks] = common + [
+            (f"parameter {name}", _kind(param, sharding))
+            for name, param, sharding in held
+            if (options.needs_norm if sharding is None else sharding.ranks == ranks)
+        ]
+    return stated
+
+
+def _kind(param: Tensor, sharding: Sharding | None) -> str:
+    kind = f"{tuple(param.shape)} {param.dtype}"
+    kind += f" placed {sharding.placements}" if sharding is not None else ""
+    return kind + ("" if param.requires_grad else ", requires_grad=False")
 
 
 # ---- validation
