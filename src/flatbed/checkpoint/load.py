@@ -191,7 +191,6 @@ def _enter_version(folder: Path, lockstep: Lockstep, undo: ExitStack) -> tuple[P
         with suppress(NoCheckpointError):  # all ranks raise it below
             path, manifest = undo.enter_context(reading(folder))
             name = path.name
-    lockstep.meet()
     name = lockstep.of_first(name)
     if not name:
         raise no_checkpoint(folder)

@@ -108,7 +108,6 @@ def save_checkpoint(
         manifest |= {"extra": _checked_extra(extra), "files": {}}
         _check_loaded(training, folder)
         in_place = _tables_in_place(training, copy_disk_tables, keep)
-        lockstep.meet()
         random = lockstep.gather(rng_state()) if rng else []
         token = manifest["token"] = lockstep.of_first(secrets.token_hex(16))
         folders.known_tokens.add(token)
@@ -118,7 +117,6 @@ def save_checkpoint(
                 _warn_of_another_run(folder)
                 version = folders.make_version(folder, token)
                 lockstep.undo = partial(_undo, version)
-            lockstep.meet()
             version = folder / lockstep.of_first(version.name if lockstep.first else "")
             if in_place and not version.is_dir():  # CURRENT.json decides for their files on all ranks
                 raise FlatbedError(
@@ -319,7 +317,6 @@ class Version:
         It may have no tensors: FSDP1 with `rank0_only` only gives them to the first rank.
         """
         shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
-        self.lockstep.meet()
         written = json.loads(self.lockstep.of_first(json.dumps(shapes if self.lockstep.first else {})))
         for name in {**shapes, **written} if shapes else ():
             own, first = (f"shape {held[name]}" if name in held else "none" for held in (shapes, written))
@@ -338,7 +335,6 @@ class Version:
         if not self.lockstep.many:
             return
         own = bit_sums(self.training.model, self.training.optimizers, known)
-        self.lockstep.meet()
         first, *others = self.lockstep.gather(own)
         for number, sums in enumerate(others if self.lockstep.first else (), 1):
             names = [name for name, value in sums.items() if first.get(name, value) != value]

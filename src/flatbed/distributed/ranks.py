@@ -14,7 +14,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -256,10 +256,10 @@ def communicating(doing: str) -> AbstractContextManager[None]:
 class Lockstep:
     """A `with` block on all ranks. An error on one rank ends the block on all of them.
 
-    All ranks enter the block and call `meet` equally often: before every collective, and where no rank may
-    continue without the others. A rank that fails answers the next `meet` of the others when it leaves the
-    block, so that they raise. `undo` then runs on every rank. With `alone`, this rank works without the
-    others.
+    All ranks enter the block and call `meet` or `gather` equally often: before every other collective, and
+    where no rank may continue without the others. A rank that fails answers the next call of the others when
+    it leaves the block, so that they raise. `undo` then runs on every rank. With `alone`, this rank works
+    without the others.
     """
 
     def __init__(self, doing: str, *, alone: bool = False) -> None:
@@ -298,46 +298,38 @@ class Lockstep:
         """Return the string that the first rank gives."""
         return str(self.gather(value)[0])
 
-    def gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, in rank order."""
-        found = [value]
-        if self.many:
-            found *= world_size()
-            with communicating(self.doing):
-                dist.all_gather_object(found, value)
-        return found
-
     def meet(self) -> None:
         """Wait for all ranks; raise if one of them has failed since the last call."""
+        self.gather(None)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the values of all ranks, in rank order; raise as `meet` does."""
         try:
-            self._agree(None)
+            return self._gather(value, None)
         except BaseException:
             self._is_over = True
             raise
 
-    def _agree(self, failure: BaseException | None) -> None:
-        """Raise if another rank has failed. If this rank has failed, its own error continues instead.
-
-        After an `ExchangeError` no rank waits for another: each rank raises one, or has ended.
-        """
-        if isinstance(failure, ExchangeError):
-            return
-        reasons: list[str | None] = []
-        try:
-            reasons = self.gather(None if failure is None else reason_of(failure))
-        except ExchangeError:
-            if failure is None:
-                raise
-        for number, reason in enumerate(reasons):
+    def _gather(self, value: Any, failure: BaseException | None) -> list[Any]:
+        """Gather values. If another rank has failed and this one has not, raise."""
+        found = [(value, None if failure is None else reason_of(failure))]
+        if self.many:
+            found *= world_size()
+            with communicating(self.doing):
+                dist.all_gather_object(found, found[0])
+        for number, (_, reason) in enumerate(found):
             if reason is not None and failure is None:
                 raise FlatbedError(f"{self.doing} failed on rank {number} ({reason})")
+        return [value for value, _ in found]
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         # `error` is not raised here: its traceback would refer to this frame, and stay until a collection.
         try:
-            if not self._is_over:
+            # After an `ExchangeError` no rank waits for another: each rank raises one, or has ended.
+            if not self._is_over and not isinstance(error, ExchangeError):
                 self._is_over = True
-                self._agree(error)
+                with suppress(ExchangeError) if error is not None else nullcontext():
+                    self._gather(None, error)
         except BaseException:
             self.undo()
             raise
