@@ -65,7 +65,6 @@ class Channel:
     def __init__(self, parent: Any, number: int = 0) -> None:
         self.parent, self.number = parent, number
         self.ranks: list[int] = dist.get_process_group_ranks(parent)
-        self.rank: int = dist.get_rank(parent)
         backend = str(dist.get_backend(parent))
         self._gpus_reached = "nccl" in backend or "fake" in backend  # "fake" measures one rank's work
         with naming_missing("the connection of ranks of a sharded table", parent, self.ranks):
@@ -159,15 +158,11 @@ class Channel:
         if self._lost:
             raise left_alone(*self._lost)
 
-    def gather_texts(self, text: str, *, doing: str, to_first: bool = False) -> list[str]:
-        """Return a text of each rank, in rank order; with `to_first`, only the first rank gets them."""
+    def gather_texts(self, text: str, *, doing: str) -> list[str]:
+        """Return a text of each rank, in rank order."""
         n_ranks, data = len(self.ranks), torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
         lengths = self.gather(torch.tensor([len(data)], device=CPU), doing=doing).flatten().tolist()
-        n_copies = 1 if to_first else n_ranks
-        if to_first and self.rank:
-            lengths = [0] * n_ranks
-        counts = [len(data)] * n_copies + [0] * (n_ranks - n_copies)
-        found = self.all_to_all(data.repeat(n_copies), counts, lengths, doing=doing)
+        found = self.all_to_all(data.repeat(n_ranks), [len(data)] * n_ranks, lengths, doing=doing)
         return [bytes(part.tolist()).decode().strip() for part in torch.split(found, lengths)]
 
     def loader_channel(self, facts: Mapping[str, Any], *, is_new: bool) -> Channel:

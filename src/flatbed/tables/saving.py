@@ -92,24 +92,21 @@ def save(table: Table, path: Path) -> None:
 
 
 def write(table: Table, path: Path, lockstep: Lockstep, *, name: str = "") -> dict[str, str]:
-    """Write the file of a table, and return its checksums; on the first rank, if the table is sharded.
+    """Write the file of a table, and return its checksums.
 
     With the table's `name` in a model, its tensors are `name`, `name.exp_avg` and so on, so that the names in
     a folder of such files are unique.
     """
     entries, metadata, scalars = _contents(table, name)
-    record, shards, shared = table._store.record, table._shards, None
-    if shards is not None:
-        if shards.channel.ranks != list(range(world_size())):
-            raise FlatbedError(
-                f"the rows of the table are sharded across the ranks {shards.channel.ranks} of "
-                f"{world_size()}, and a file is written by all of them: build the table without "
-                "process_group and mesh"
-            )
-        shared = (shards.channel, lockstep)
+    record, shards = table._store.record, table._shards
+    if shards is not None and shards.channel.ranks != list(range(world_size())):
+        raise FlatbedError(
+            f"the rows of the table are sharded across the ranks {shards.channel.ranks} of {world_size()}, "
+            "and a file is written by all of them: build the table without process_group and mesh"
+        )
     buffer = torch.empty(0, dtype=torch.uint8, device="cpu")  # for all copies: new ones would fragment memory
     with (
-        writing(path, entries, metadata, shared) as writer,
+        writing(path, entries, metadata, None if shards is None else lockstep) as writer,
         progress(f"saving {path.name}", table.num_embeddings, "rows") as advance,
     ):
         for key, value in scalars.items() if shards is None or shards.rank == 0 else ():

@@ -23,8 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flatbed.distributed.channel import Channel
-from flatbed.distributed.ranks import Lockstep, communicating, rank
+from flatbed.distributed.ranks import Lockstep, rank
 from flatbed.errors import DamagedFileError, FlatbedError
 from flatbed.progress import progress
 from flatbed.tables.files import BLOCK_BYTES, draft_of, file_errors, open_regular, replacing, write_at
@@ -54,9 +53,6 @@ KINDS = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }
-
-Shared = tuple[Channel, Lockstep]
-"""Ranks that write a file together: the channel for their checksums, and the block that they are in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,11 +135,9 @@ class Writer:
     Parts of a tensor that ranks write between two calls of `meet` are in rank order.
     """
 
-    def __init__(
-        self, descriptor: int, starts: dict[str, int], workers: Workers, shared: Shared | None
-    ) -> None:
+    def __init__(self, descriptor: int, starts: dict[str, int], workers: Workers, lockstep: Lockstep) -> None:
         self._descriptor, self._starts, self._workers = descriptor, starts, workers
-        self._shared = shared
+        self._lockstep = lockstep
         self._sums = {name: Checksum() for name in starts}
         self._unshared: list[tuple[str, bytes, bytes, bytes]] = []
         self._n_unsynced = 0
@@ -170,43 +164,38 @@ class Writer:
 
     def _add(self, name: str, offset: int, data: memoryview) -> None:
         sums = self._sums[name].shortened(offset, data)
-        if self._shared is None:
-            self._sums[name].add(*sums)
-        else:
+        if self._lockstep.many:
             self._unshared.append((name, *sums))
+        else:
+            self._sums[name].add(*sums)
 
     def meet(self) -> None:
-        """Wait for the other ranks, and send the sums of what was written to the first one."""
-        if self._shared is None:
-            return
-        channel, lockstep = self._shared
-        lockstep.meet()
+        """Wait for the other ranks, and exchange the sums of what was written."""
         parts, self._unshared = self._unshared, []
-        text = json.dumps([[name, *(some.hex() for some in sums)] for name, *sums in parts])
-        with communicating(lockstep.doing):
-            texts = channel.gather_texts(text, doing="saving a table", to_first=True)
-        for of_rank in texts:
-            for name, *sums in json.loads(of_rank or "[]"):
-                self._sums[name].add(*map(bytes.fromhex, sums))
+        for of_rank in self._lockstep.gather(parts):
+            for name, *sums in of_rank:
+                self._sums[name].add(*sums)
 
     @property
     def checksums(self) -> dict[str, str]:
-        """The checksums of the header ("") and of all tensors, for `check_tensors`; on the first rank."""
+        """The checksums of the header ("") and of all tensors, for `check_tensors`."""
         return {name: checksum.value for name, checksum in self._sums.items()}
 
 
 @contextmanager
 def writing(
-    path: Path, entries: Sequence[TensorEntry], metadata: Mapping[str, str], shared: Shared | None = None
+    path: Path,
+    entries: Sequence[TensorEntry],
+    metadata: Mapping[str, str],
+    lockstep: Lockstep | None = None,
 ) -> Iterator[Writer]:
     """Write a safetensors file. Its name appears when it is complete and durable.
 
-    All ranks that share it call this. Within the block they call `Writer.meet` in place of `Lockstep.meet`.
+    All ranks of a lockstep call this. Within the block they call `Writer.meet` in place of `Lockstep.meet`.
     """
+    lockstep = lockstep or Lockstep("", alone=True)
     header, starts, nbytes = _layout(entries, metadata)
-    lockstep = Lockstep("", alone=True) if shared is None else shared[1]
     with file_errors(path, nbytes), ExitStack() as undo:
-        lockstep.meet()
         word = lockstep.of_first(secrets.token_hex(4))
         if lockstep.first:
             descriptor = undo.enter_context(replacing(path, nbytes, word))
@@ -225,11 +214,11 @@ def writing(
             undo.callback(os.close, descriptor)
         lockstep.meet()  # from here on the first rank may fail, and remove the file
         with closing(Workers(1)) as workers:
-            writer = Writer(descriptor, starts, workers, shared)
+            writer = Writer(descriptor, starts, workers, lockstep)
             if lockstep.first:
                 writer.write("", 0, torch.frombuffer(bytearray(header), dtype=torch.uint8))
             yield writer
-        if shared is not None:
+        if lockstep.many:
             os.fsync(descriptor)
             writer.meet()
 
