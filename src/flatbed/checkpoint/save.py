@@ -295,8 +295,7 @@ class Version:
             _warn_of_other_optimizers(self.training)
         known = names_by_place({**values, **self.training.tables})
         self.manifest["model"] = {name: packer.pack(value, name) for name, value in values.items()}
-        self._check_shared(packer.tensors)
-        self._compare_values(known)
+        self._compare_ranks(packer.tensors, known)
         self._write_tensors("model.safetensors", packer)
         optimizers, self.manifest["n_optimizers"] = [], len(self.training.optimizers)
         for number, optimizer in enumerate(self.training.optimizers):
@@ -311,32 +310,27 @@ class Version:
             write_text(self.path / OPTIMIZERS, text)
             self.manifest["files"][OPTIMIZERS] = zlib.crc32(text.encode())
 
-    def _check_shared(self, tensors: Mapping[str, Tensor]) -> None:
-        """Raise if the tensors of this rank's model differ from the first rank's, which are saved.
+    def _compare_ranks(self, tensors: Mapping[str, Tensor], known: Mapping[Any, str]) -> None:
+        """Raise if the tensors of a rank are not those of the first one, which saves; warn of other values.
 
-        It may have no tensors: FSDP1 with `rank0_only` only gives them to the first rank.
-        """
-        shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
-        written = json.loads(self.lockstep.of_first(json.dumps(shapes if self.lockstep.first else {})))
-        for name in {**shapes, **written} if shapes else ():
-            own, first = (f"shape {held[name]}" if name in held else "none" for held in (shapes, written))
-            if own != first:
-                raise FlatbedError(
-                    f"'{name}' of rank {rank()} has {own}, and is not that of the first rank, which has "
-                    f"{first} and saves what all ranks share: save models that differ, as pipeline stages "
-                    "do, with torch.distributed.checkpoint"
-                )
-
-    def _compare_values(self, known: Mapping[Any, str]) -> None:
-        """Warn if parameters differ between ranks, since those of the first rank are saved.
-
-        No error: replicas may differ on purpose between two averages (local SGD), or in their last bits.
+        A rank may have no tensors: FSDP1 with `rank0_only` only gives them to the first rank. Other values
+        are no error: replicas may differ on purpose between two averages (local SGD), or in their last bits.
         """
         if not self.lockstep.many:
             return
-        own = bit_sums(self.training.model, self.training.optimizers, known)
-        first, *others = self.lockstep.gather(own)
-        for number, sums in enumerate(others if self.lockstep.first else (), 1):
+        own_shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
+        own_sums = bit_sums(self.training.model, self.training.optimizers, known)
+        (saved, first), *others = self.lockstep.gather((own_shapes, own_sums))
+        for number, (shapes, _) in enumerate(others, 1):
+            for name in {**shapes, **saved} if shapes and shapes != saved else ():
+                found, expected = (f"shape {one[name]}" if name in one else "none" for one in (shapes, saved))
+                if found != expected:
+                    raise FlatbedError(
+                        f"'{name}' of rank {number} has {found}, and is not that of the first rank, which "
+                        f"has {expected} and saves what all ranks share: save models that differ, as "
+                        "pipeline stages do, with torch.distributed.checkpoint"
+                    )
+        for number, (_, sums) in enumerate(others if self.lockstep.first else (), 1):
             names = [name for name, value in sums.items() if first.get(name, value) != value]
             if names:
                 more = f" and {len(names) - 3} more" if len(names) > 3 else ""
