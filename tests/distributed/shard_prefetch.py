@@ -19,7 +19,7 @@ from torch import Tensor
 import flatbed
 from flatbed.data import pipeline
 from flatbed.data.pipeline import THREAD_NAME
-from flatbed.distributed.ranks import LOOK_AROUND
+from flatbed.distributed.channel import LOOK_AROUND
 from tests.distributed.processes import assert_one_fails, assert_raises, interpreted_kernels, main
 
 ROWS, DIM, STEPS = 23, 16, 5

@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 
-from flatbed.distributed.ranks import wait_for
+from flatbed.distributed.channel import Channel
 from tests.distributed.processes import run_script
 
 REASONS = {
@@ -54,9 +54,9 @@ def test_the_other_ranks_raise(case: str, folder: Path) -> None:
         assert found.endswith("no thread left")
 
 
-def test_a_step_goes_on_if_a_slow_collective_ends_just_after_a_wait() -> None:
+def test_a_lookup_goes_on_if_a_slow_collective_ends_just_after_a_wait() -> None:
     work = mock.Mock(
         **{"wait.side_effect": [RuntimeError("Wait timeout"), None], "is_completed.return_value": True}
     )
-    wait_for(work, mock.Mock())
+    Channel._wait_for(mock.Mock(), work)
     assert work.wait.call_count == 2

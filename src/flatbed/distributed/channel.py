@@ -34,10 +34,11 @@ from flatbed.distributed.ranks import (
     naming_missing,
     read_note,
     reason_of,
-    wait_for,
 )
 
 CPU = torch.device("cpu")
+LOOK_AROUND = datetime.timedelta(seconds=0.5)
+"""How often a rank that waits for another one looks if that one is known to have failed."""
 OK, FAILED, IDLE, ENDED, LEFT = range(5)
 """States in a header: taking part, having failed, taking part without rows of its own. Loaders have two more:
 having no more batches, and having left the loop over them."""
@@ -131,17 +132,25 @@ class Channel:
         return Header(states, received, numbers)
 
     def _wait_for(self, work: Any, departed: Callable[[], Departed] = lambda: None) -> None:
-        """Wait for gloo; raise if another rank is known never to take part."""
+        """Wait for gloo; raise if another rank is known never to take part.
 
-        def check() -> None:
+        Errors that signal handlers raise here do not end the wait. torch has such a handler for killed
+        workers of a DataLoader. The DataLoader's iterator raises, too, so that no error is lost.
+        """
+        while True:
+            try:
+                work.wait(LOOK_AROUND)
+                return
+            except RuntimeError:
+                if work.is_completed():
+                    work.wait()  # raises if the collective has failed, not only the wait for it
+                    return
             try:
                 self._give_up(departed())
             except ExchangeError:
                 # Gloo cannot cancel its work, and would wait for it at the end of the process.
                 threading.Thread(target=_wait_out, args=(work, self._gloo), daemon=True).start()
                 raise
-
-        wait_for(work, check)
 
     def _departed(self, number: int | None) -> Departed:
         found = (watcher(number) for watcher in [*self.watchers])

@@ -35,7 +35,6 @@ class Peers:
     def __init__(self) -> None:
         self._key, self._n_steps = f"flatbed/optimizer/{next(_numbers)}", 0
         self._store, self._rank = default_store(), dist.get_rank()
-        self._timeout = self._store.timeout.total_seconds()
         self._concerned: list[int] = []
         """Ranks that share something of the optimizer."""
 
@@ -73,7 +72,7 @@ class Peers:
             for rank in absent():
                 if instead := self._told(f"whole/{rank}"):
                     return self._absence(ranks, [rank], f"it built {instead[0]}")
-        if waited > self._timeout:
+        if waited > self._store.timeout.total_seconds():
             return self._absence(ranks, absent(), f"ranks waited for {waited:.0f} s")
         return None
 

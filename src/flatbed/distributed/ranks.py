@@ -15,7 +15,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -27,10 +26,7 @@ from flatbed.progress import note
 
 # ---- failures
 
-
 ALIVE_SECONDS = 2.0  # how long ranks wait for signs of life of the others, once a collective has failed
-LOOK_AROUND = timedelta(seconds=0.5)
-"""How often a rank that waits for a collective looks for known failures of other ranks."""
 
 
 class ExchangeError(FlatbedError):
@@ -85,23 +81,6 @@ def difference(held: Mapping[int, Mapping[str, str]], advice: str) -> str | None
         if list(first) != list(held[rank]):
             return f"ranks {first_rank} and {rank} have the same parameters or options in another order"
     return None
-
-
-def wait_for(work: Any, check: Callable[[], None]) -> None:
-    """Wait for a collective between CPUs. `check` raises if another rank is known never to take part.
-
-    Errors that signal handlers raise here do not end the wait. torch has such a handler for killed workers of
-    a DataLoader. The DataLoader's iterator raises, too, so that no error is lost.
-    """
-    while True:
-        try:
-            work.wait(LOOK_AROUND)
-            return
-        except RuntimeError:
-            if work.is_completed():
-                work.wait()  # raises if the collective has failed, not only the wait for it
-                return
-        check()
 
 
 @contextmanager
