@@ -193,7 +193,7 @@ def _write_npy(table: Table, path: Path, advance: Callable[[int], None]) -> None
     shape = (table.num_embeddings, config.dim)
     about = {"descr": np.dtype(NAMES[config.dtype]).str, "fortran_order": False, "shape": shape}
     np.lib.format.write_array_header_1_0(header, about)
-    begin = header.getbuffer()
+    begin = memoryview(header.getvalue())  # Python 3.12.1 crashes if it collects a getbuffer() in a cycle
     with replacing(path, len(begin) + table.num_embeddings * config.weight.nbytes) as descriptor:
         write_at(descriptor, 0, begin)
         for offset, weights in _blocks(table, range(table.num_embeddings)):
