@@ -93,27 +93,30 @@ def test_tables_raise_in_a_forked_child(storage: str, tmp_path: Path) -> None:
 EXIT = """
 import gc, os, signal, sys, torch, flatbed
 sys.kept = []  # alive until the interpreter exits
-end, path = sys.argv[1:]
-loaded, end = end == "loaded", end.replace("loaded", "killed")
+end, path, cache_rows = sys.argv[1:]
 for storage in ("host", "device", "disk"):
-    emb = flatbed.Embedding(1000, 8, storage=storage, path=path if storage == "disk" else None, cache_rows=0)
+    of_file = {"path": path, "cache_rows": int(cache_rows)} if storage == "disk" else {"cache_rows": 0}
+    emb = flatbed.Embedding(1000, 8, storage=storage, **of_file)
     optimizer = flatbed.optim.Adam(emb)
-    # A thread of the prefetcher creates a file.
-    for ids in flatbed.Prefetcher([torch.tensor([1, 2])], {emb: lambda ids: ids}) if loaded else [[1, 2]]:
-        emb(ids).sum().backward()
-        optimizer.step()
+    emb([1, 2]).sum().backward()
+    optimizer.step()
     view = None if storage == "disk" else emb.weight
     sys.kept += [emb, optimizer, view, emb([3])]
-if end == "saved":
+if end.startswith("saved"):
     emb.table.checkpoint()
+if "changed" in end:
+    emb([1, 2]).sum().backward()
+    optimizer.step()
 if end == "forgotten":
     sys.kept.clear()
-    del emb, optimizer, view, ids
+    del emb, optimizer, view
     gc.collect()
 if end == "handled":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(4))
-if end in ("killed", "handled"):
+if end == "handled":
     os.kill(os.getpid(), signal.SIGTERM)
+if "killed" in end:
+    os.kill(os.getpid(), signal.SIGKILL)
 raise SystemExit(3)
 """
 
@@ -124,14 +127,45 @@ raise SystemExit(3)
         ("saved", "error", 3, 0),
         ("exit", "ignore", 3, 1),
         ("forgotten", "ignore", 3, 1),
-        ("killed", "ignore", -signal.SIGTERM, 1),
-        ("loaded", "ignore", -signal.SIGTERM, 1),
         ("handled", "error", 4, 1),
     ],
 )
 def test_lost_rows_are_told_on_stderr(end: str, filters: str, code: int, n_told: int, tmp_path: Path) -> None:
     """Whatever is done with warnings. Processes that lose nothing end quietly."""
-    done = programs.run(EXIT, end, tmp_path / "table", filters=filters, finalize=True, ok=False)
+    done = programs.run(EXIT, end, tmp_path / "table", 0, filters=filters, finalize=True, ok=False)
     assert (done.returncode, done.stdout) == (code, ""), done.stderr
     expected = f"2 rows of {tmp_path / 'table'} changed since its last checkpoint and are dropped"
     assert done.stderr.count(expected) == done.stderr.count("\n") == n_told
+
+
+@pytest.mark.parametrize("cache_rows", [0, 50])
+@pytest.mark.parametrize("end", ["killed", "saved and killed", "saved, changed and killed", "exit"])
+def test_rows_that_a_kill_has_lost_are_told_at_the_next_opening(
+    end: str, cache_rows: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Once, and not to readers. Rows in the cache never were in the journal."""
+    path = tmp_path / "table"
+    done = programs.run(EXIT, end, path, cache_rows, ok=False)
+    assert done.returncode == (3 if end == "exit" else -signal.SIGKILL), done.stderr
+    assert path.with_name("table.journal").exists() == (end != "exit")
+    flatbed.load_table(path, read_only=True).close()
+    assert capfd.readouterr().err == ""
+    for n_told in (int(end in ("killed", "saved, changed and killed")), 0):
+        flatbed.load_table(path).close()
+        told = capfd.readouterr().err
+        assert told.count(f"rows of {path} changed after its last checkpoint and are dropped") == n_told
+        assert told.count("\n") == n_told
+
+
+@pytest.mark.parametrize("cache_rows", [0, 50])
+def test_rows_that_a_load_drops_are_not_told(
+    cache_rows: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    emb = flatbed.Embedding(100, 4, storage="disk", path=tmp_path / "table", cache_rows=cache_rows)
+    optimizer = flatbed.optim.SGD(emb, lr=0.1)
+    emb([1]).sum().backward()
+    flatbed.save_checkpoint(tmp_path / "run", emb, optimizer)
+    optimizer.step()
+    flatbed.load_checkpoint(tmp_path / "run", emb, optimizer)
+    emb.table.close()
+    assert capfd.readouterr().err == ""

@@ -245,10 +245,10 @@ def ranks(folder: Path, rank: int) -> None:
     back = difference(snapshot(model, optimizer), before)
     failures = []
     for failing in (0, 1):  # one rank cannot save: all of them say so, and the last checkpoint stays
+        step(model, optimizer, 3)
         if rank == failing:
             disk_file.MappedFile.write = _refusing_once(disk_file.MappedFile.write)
         try:
-            step(model, optimizer, 3)
             save_checkpoint(folder / "saved", model, optimizer, extra={"step": 3})
         except (flatbed.FlatbedError, OSError) as error:
             failures.append(str(error))

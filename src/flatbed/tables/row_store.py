@@ -44,7 +44,7 @@ from flatbed.tables.storage.base import (
 )
 from flatbed.tables.storage.disk import DiskStorage, ReadOnlyStorage
 from flatbed.tables.storage.disk.journal import token_in
-from flatbed.tables.storage.disk.open_files import Draft, tell_at_sigterm
+from flatbed.tables.storage.disk.open_files import Draft
 
 
 class RowStore:
@@ -80,8 +80,6 @@ class RowStore:
         self._loaded_from: Path | None = None  # folder of the last load or save: it may have been renamed
         self._lock = OrderedLock("layout")
         self._process = os.getpid()
-        if config.storage == "disk":
-            tell_at_sigterm()
         if config.path is not None and config.path.exists():
             storage, self.config = open_storage(config)
             self._storage, self.record = storage, storage.record

@@ -7,9 +7,9 @@ fills the slots.
 
 A `Reservation` keeps the rows of a prefetched batch in their slots until it is released. Lookups and updates
 of reserved rows take no lock, because the thread that reads the file holds it for as long as the disk takes;
-`reserve_space` takes it only if the journal must grow, or if a write has failed. Every other access takes the
-lock. Threads use different streams, so that each access also waits for the event of the one before
-(`_ordered`).
+`reserve_space` takes it only if the journal must grow, after a checkpoint, or if a write has failed. Every
+other access takes the lock. Threads use different streams, so that each access also waits for the event of
+the one before (`_ordered`).
 """
 
 from __future__ import annotations

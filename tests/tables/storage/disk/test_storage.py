@@ -419,7 +419,9 @@ def test_stale_journal_of_an_equal_generation_is_refused(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("twice", [False, True])
 @pytest.mark.parametrize("prepared", [False, True])
-def test_interrupted_seal_is_taken_back(twice: bool, prepared: bool, tmp_path: Path) -> None:
+def test_interrupted_seal_is_taken_back(
+    twice: bool, prepared: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Also if a second Control-C interrupts that."""
     storage = made(tmp_path)
     storage.scatter_(torch.arange(50), random_records(50))
@@ -429,6 +431,10 @@ def test_interrupted_seal_is_taken_back(twice: bool, prepared: bool, tmp_path: P
     with failing(journal, "encode", KeyboardInterrupt()), second, pytest.raises(KeyboardInterrupt):
         (prepare if prepared else storage.checkpoint)({"step": 1})
     assert storage.has_room(1) != twice
+    if not twice:
+        shutil.copytree(tmp_path, tmp_path / "killed")
+        DiskStorage.open(tmp_path / "killed" / "table").close()
+        assert f"rows of {tmp_path / 'killed' / 'table'} changed after" in capfd.readouterr().err
     storage.scatter_(torch.arange(40, 60), random_records(20))
     now = everything(storage)
     storage.checkpoint({"step": 1})

@@ -2,8 +2,9 @@
 
     [seal: one page] [entries: a record each] [rows of the entries: int64 each] [state and decision: JSON]
 
-Without a seal, the first page is zero, and recovery drops the file. With a durable seal, the file *is* the
-next checkpoint, and copying it to the table can be repeated.
+Without a seal, recovery drops the file. The first page then has the name of the table if rows have changed
+since the last checkpoint, and is zero otherwise. With a durable seal, the file *is* the next checkpoint, and
+copying it to the table can be repeated.
 """
 
 from __future__ import annotations
@@ -145,6 +146,7 @@ class Journal:
         self._capacity = -1
         self.file: MappedFile | None = None
         self._is_named = False  # the file's name is durable
+        self._is_marked = False  # the first page says that rows have changed, or are about to
         self._entry_of_row: NDArray[np.int32] | None = None  # counted from 1: 0 is "not changed"
         self._row_of_entry: NDArray[np.int64] = np.empty(0, np.int64)
         self._sums: Sums = np.empty(0, np.uint32)  # checksums of the entries' records; 0: not known
@@ -168,8 +170,9 @@ class Journal:
         return int((self.entries(ids) < 0).sum())
 
     def has_room(self, n_others: int) -> bool:
-        """Return whether any `n_others` more rows are sure to fit. Needs no lock."""
-        return self.n_entries + n_others <= self._capacity or self.n_rows + self._n_lost <= self._capacity
+        """Return whether any `n_others` more rows can change without a `make_room`. Needs no lock."""
+        needed = min(self.n_entries + n_others, self.n_rows + self._n_lost)
+        return self._is_marked and needed <= self._capacity
 
     def put(
         self, ids: NDArray[np.int64], records: Records, workers: Workers, sums: Sums | None = None
@@ -184,6 +187,7 @@ class Journal:
         fresh = np.flatnonzero(entries < 0)
         after = self.n_entries + len(fresh)
         self._grow(after)
+        self._mark(is_changed=True)
         entries[fresh] = np.arange(self.n_entries, after)
         # An interruption between these lines leaves entries that no row refers to; `seal` skips them.
         self._n_lost += len(fresh)
@@ -212,6 +216,15 @@ class Journal:
         """Reserve space for the records of these rows, and of at most `also` other rows without an entry."""
         needed = self.n_entries + self.count_missing(ids) + also
         self._grow(min(needed, self.n_rows + self._n_lost))
+        self._mark(is_changed=needed > 0)
+
+    def _mark(self, *, is_changed: bool) -> None:
+        """Write a first page without a seal. It says if rows have changed, or are about to."""
+        if self.is_sealed or is_changed != self._is_marked:
+            assert self.file is not None
+            name = bytes(len(JOURNAL)) + self.table.encode() if is_changed else b""
+            self.file.write(0, name.ljust(PAGE, b"\0"))  # all of it: no part of an old seal may stay
+            self._is_marked = is_changed
 
     def _grow(self, needed: int) -> None:
         """Reserve space for `needed` entries and their seal; for twice as many as now if there is room."""
@@ -293,9 +306,9 @@ class Journal:
         entries are unchanged, they are copied again. Otherwise the checksum of the seal is wrong.
         """
         if self.is_sealed:
-            assert self.file is not None
-            self.file.write(0, bytes(PAGE))
+            self._mark(is_changed=self.n_entries > 0)
             if durably:
+                assert self.file is not None
                 self.file.sync()
             self.is_sealed = False
 
@@ -327,17 +340,27 @@ def _digest(sums: Sums, rest: bytes) -> str:
     return hashlib.sha256(sums.tobytes() + rest).hexdigest()
 
 
-def read_sealed(file: MappedFile) -> Sealed | None:
-    """Read a journal and map its entries; None without a complete seal."""
+def _first_page(file: MappedFile) -> bytes:
     page = np.zeros(PAGE, np.uint8)
     file.read(0, page)
-    magic = page[: len(JOURNAL)].tobytes()
+    return page.tobytes()
+
+
+def has_changes(file: MappedFile, table: str) -> bool:
+    """Return whether rows of a table have changed, given its journal without a complete seal."""
+    return table.encode() in _first_page(file)
+
+
+def read_sealed(file: MappedFile) -> Sealed | None:
+    """Read a journal and map its entries; None without a complete seal."""
+    page = _first_page(file)
+    magic = page[: len(JOURNAL)]
     if not any(magic):
         return None
     if magic != JOURNAL:
         raise FlatbedError(f"{file.path} is no journal of a table, but has the name of one; move it away")
     try:
-        return _sealed(file, decode(magic, page.tobytes()))
+        return _sealed(file, decode(magic, page))
     except OtherVersion as error:
         raise FlatbedError(
             f"cannot use {file.path}: {error}; open the table with that flatbed once"

@@ -5,13 +5,9 @@ Opening recovers the last completed checkpoint.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import secrets
-import signal
 import stat
-import threading
-import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -44,13 +40,17 @@ from flatbed.tables.storage.disk.format import (
     encode_state,
     read_header,
 )
-from flatbed.tables.storage.disk.journal import Journal, Sealed, apply, read_sealed
+from flatbed.tables.storage.disk.journal import Journal, Sealed, apply, has_changes, read_sealed
 from flatbed.tables.storage.disk.mapped_file import MappedFile, lock_table, open_for_lock
 from flatbed.tables.workers import Workers
 
 # ---- recovery
 
 
+SAVE_BEFORE = (
+    "To keep such rows, save before the end: by flatbed.save_checkpoint if that saves this table, otherwise "
+    "by table.close() or table.checkpoint()"
+)
 KEPT = ".kept-"  # in the name of a journal that was put aside: PATH.journal.kept-NUMBER
 
 
@@ -63,14 +63,14 @@ def recover(table: MappedFile, token: str | None = None, *, forget: bool = False
     """Complete a sealed checkpoint or drop an unfinished one, and map the records.
 
     Everything is checked before anything is written. If nothing shows whether a sealed checkpoint was
-    completed, its journal is renamed and not dropped.
+    completed, its journal is renamed and not dropped. A note tells of changed rows that are dropped.
 
     - `token`: a checkpoint with this token was decided, even if its journal was renamed before.
     - `forget`: all rows lose their checksums.
     """
     path = table.path
     identity, state = read_header(table)
-    journal, is_foreign = journal_of(path), False
+    journal, is_foreign, is_lost = journal_of(path), False, False
     if state is not None and token is not None and not os.path.lexists(journal):
         kept = kept_journal(path, identity.table, base=state.word, token=token)
         if kept is not None:
@@ -80,6 +80,7 @@ def recover(table: MappedFile, token: str | None = None, *, forget: bool = False
             sealed = read_sealed(file)
             is_wanted = False if sealed is None else _wanted(path, identity, state, sealed, token)
             is_foreign = is_wanted is None
+            is_lost = sealed is None and has_changes(file, identity.table)
             if sealed is not None and is_wanted:
                 _map_table(table, identity, sealed.state, forget=forget)
                 table.fill_holes()
@@ -105,6 +106,11 @@ def recover(table: MappedFile, token: str | None = None, *, forget: bool = False
     elif os.path.lexists(journal):
         MappedFile.remove(journal)
         MappedFile.sync_folder(journal.parent)
+    if is_lost:
+        note(
+            f"rows of {path} changed after its last checkpoint and are dropped, since the process that "
+            f"changed them ended without closing the table. {SAVE_BEFORE}"
+        )
     return identity, state
 
 
@@ -194,7 +200,6 @@ class OpenFiles:
         self.workers = Workers()
         self.writer = Workers(1)
         self._held: FileIO | None = held
-        self._has_told = False
         _ALL.add(self)
 
     @property
@@ -227,84 +232,30 @@ class OpenFiles:
             held.close()
 
     def close_forgotten(self) -> None:
-        """Close a table at exit, or after it was garbage collected without `close`."""
+        """Close a table at exit, or after it was garbage collected without `close`: changed rows are lost."""
         try:
-            self.tell_unsaved()
+            if self.is_open and not self.journal.is_sealed:
+                self._tell_unsaved()
         finally:
             self.close()
 
-    def tell_unsaved(self) -> None:
-        """Write a note, once, if changed rows are about to be lost."""
-        if self._has_told or not self.is_open or self.journal.is_sealed:
-            return
-        self._has_told = True
+    def _tell_unsaved(self) -> None:
         try:
             n_rows = self.n_unsaved()
         except RuntimeError:  # after an error of CUDA, the cache cannot be read
             n_rows = self.journal.n_entries
         if n_rows:
             note(
-                f"{n_rows} rows of {self.table.path} changed since its last checkpoint and are dropped. To "
-                f"keep such rows, save before the end: by flatbed.save_checkpoint if that saves this table, "
-                f"otherwise by table.close() or table.checkpoint(). table.close(discard=True) drops them in "
-                f"silence"
+                f"{n_rows} rows of {self.table.path} changed since its last checkpoint and are dropped. "
+                f"{SAVE_BEFORE}. table.close(discard=True) drops them in silence"
             )
 
 
 _ALL: weakref.WeakSet[OpenFiles] = weakref.WeakSet()
-SECONDS_TO_TELL = 5.0  # the longest wait for writers at SIGTERM
-SECONDS_TO_END = 1.0  # the longest wait for daemonic processes then
-
-
-def tell_at_sigterm() -> None:
-    """Set a handler that writes a note about unsaved rows at SIGTERM.
-
-    A handler of the user stays, and a handler that is set later replaces this one. Only the main thread can
-    set handlers, so nothing is done if another thread creates a table's file.
-    """
-    is_default = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    if is_default and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, _terminate)
-
-
-def _terminate(number: int, _: object) -> None:
-    """Write a note about unsaved rows, and end the process as SIGTERM does by default.
-
-    It also ends daemonic processes, as an exit of Python does. A worker of a `DataLoader` waits for the end
-    of its parent, and would miss it while it begins: the wait would have no end.
-    """
-    # In another thread, since this one may hold a lock that the writer of a table waits for.
-    thread = threading.Thread(target=_tell_all, daemon=True)
-    thread.start()
-    thread.join(SECONDS_TO_TELL)
-    if signal.getsignal(number) is _terminate:  # otherwise another handler, which called this one, decides
-        signal.signal(number, signal.SIG_DFL)
-        try:
-            _end_daemons()
-        finally:  # also if torch's handler of SIGCHLD raises, since a worker has ended
-            os.kill(os.getpid(), number)
-
-
-def _end_daemons() -> None:
-    # `is_alive` raises for a child of another process, from which this one was forked.
-    daemons = [one for one in multiprocessing.active_children() if one.daemon and one.is_alive()]
-    for process in daemons:
-        process.terminate()
-    end = time.monotonic() + SECONDS_TO_END
-    for process in daemons:
-        process.join(max(0.0, end - time.monotonic()))
-        process.kill()  # Python drops a signal that comes before the first line of a forked process
-
-
-def _tell_all() -> None:
-    for files in list(_ALL):
-        files.tell_unsaved()
 
 
 def _close_all_after_fork() -> None:
     """Close inherited descriptors: a forked process would keep the locks of its parent's tables with them."""
-    if signal.getsignal(signal.SIGTERM) is _terminate:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
     for files in list(_ALL):
         files.lock = OrderedLock("file")  # a thread that is not in this process may hold the old one
         files.close(is_forked=True)
