@@ -618,7 +618,7 @@ def test_failed_admissions_keep_no_slots(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_cache_that_is_replaced_is_freed(tmp_path: Path) -> None:
-    """The storage counts the changed rows of its cache, and outlives it."""
+    """The storage outlives it."""
     emb = made(100, 6, storage="disk", path=tmp_path / "table")
     admit(emb, [1])
     emb.write_rows([1], torch.ones(1, DIM))

@@ -9,7 +9,6 @@ Streams of one device
 | "decisions" | prefetches: which rows get which slots; copies of batches loaded here | training thread |
 | "moves" | prefetches: moves of records | training thread |
 | "files" | decisions on rows of disk tables, copies and checksums of their records | second loader thread |
-| "counts" | counts of changed rows in the cache of a disk table | any thread |
 | "scan" | blocks of a table for `topk`, which begins with an idle GPU | training thread |
 | "captures" | warm-up and capture of `flatbed.capture` | training thread |
 | "graphs" | none: graphs of decisions are captured in it (`cuda.graph`) | training thread |

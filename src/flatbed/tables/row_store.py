@@ -361,10 +361,8 @@ class RowStore:
         file = self._file
         if file is None:
             return 0
-        with self._cache_lock():  # not while rows are evicted
-            if self.device.type == "cuda":
-                synchronize(self.device)
-            return file.unsaved_rows
+        cache = cast("HostCopyCache | None", self.cache)
+        return file.unsaved_rows if cache is None else cache.count_unsaved()
 
     def has_unsaved_changes(self) -> bool:
         """Return True if rows of a file changed since its last checkpoint, lost their state, or made steps.

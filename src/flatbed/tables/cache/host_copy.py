@@ -415,7 +415,11 @@ class HostCopyCache(Cache):
 
     def retire(self) -> None:
         self.retired = True
-        self.writer.retire()
+
+    def count_unsaved(self) -> int:
+        """Count rows that changed since the last checkpoint, here or in the storage. Waits for the device."""
+        with self.lock, self._ordered():
+            return self.writer.count_unsaved()
 
     def abandon(self) -> None:
         with self.lock:

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flatbed.cuda.streams import relaxed_capture, stream_for, synchronize
+from flatbed.cuda.streams import relaxed_capture, synchronize
 from flatbed.kernels.cache import CacheIndex
 from flatbed.tables.files import NoSpace
 from flatbed.tables.storage.base import Storage
@@ -76,59 +76,30 @@ class MemoryWriter:
     def make_room(self, rows: Tensor) -> None:
         """Do nothing."""
 
+    def count_unsaved(self) -> int:
+        """Return 0: memory has no checkpoints."""
+        return 0
+
     def finish(self) -> None:
         """Do nothing: `write` has waited."""
 
-    abandon = clear = retire = finish
-
-
-class CachedChanges:
-    """Rows that changed in a cache, and the pending write.
-
-    It refers to neither cache nor storage: the storage's finalizer counts the rows that are lost with both.
-    """
-
-    def __init__(self, index: CacheIndex) -> None:
-        self.index: CacheIndex | None = index
-        """None once the table has another cache."""
-        self.pending: PendingWrite | None = None
-
-    def rows(self) -> NDArray[np.int64]:
-        """Return the changed rows of the cache; the journal may have some of them.
-
-        Waits for the pending write, but not for work on the GPU, which may never end at exit: its changes
-        are left out. The garbage collector may call this in any thread, also while a CUDA graph is captured.
-        """
-        index, rows = self.index, np.empty(0, np.int64)
-        if index is not None:
-            device = index.clock.device
-            stream = stream_for(device, "counts") if device.type == "cuda" else None
-            with relaxed_capture(), torch.cuda.stream(stream):
-                rows = index.row_of_slot[index.dirty != 0].cpu().numpy()
-        pending = self.pending
-        if pending is not None:
-            pending.done.wait()
-            if pending.done.error is not None:
-                rows = np.union1d(rows, pending.rows.numpy())
-        return rows
+    abandon = clear = finish
 
 
 class WriteBehind:
     """Writes evicted records to the journal of a table's file, in the file's writer thread.
 
     One write is in flight at a time. The journal has room for all changed rows, so that a full disk stops a
-    step before the step changes anything. All public methods but `claim_room` and `retire` are called with
-    the lock of the cache held.
+    step before the step changes anything. All public methods but `claim_room` are called with the lock of the
+    cache held.
     """
 
     def __init__(self, storage: DiskStorage, index: CacheIndex) -> None:
-        self.storage = storage
-        self._changes = CachedChanges(index)
-        self._n_slots = index.n_slots
+        self.storage, self.index = storage, index
+        self._pending: PendingWrite | None = None
         # Upper bounds, since the last `clear`. A row that changes in several steps counts in each.
         self._n_changed = 0
         self._n_cached = 0
-        storage.count_also(self._changes.rows)
 
     @contextmanager
     def reading(self, rows: Tensor, *, pin: bool) -> Iterator[Read]:
@@ -153,7 +124,7 @@ class WriteBehind:
         """Queue the records of rows that are evicted or flushed."""
         self.finish()
         done = self.storage.submit(self._write, rows, copies, in_order=True)
-        self._changes.pending = PendingWrite(rows, copies, done)
+        self._pending = PendingWrite(rows, copies, done)
 
     def _write(self, rows: Tensor, copies: PendingCopy) -> None:
         copies.wait()
@@ -161,27 +132,27 @@ class WriteBehind:
 
     def finish(self) -> None:
         """Wait for the pending write. A write that failed is tried again here, and raises here."""
-        pending = self._changes.pending
+        pending = self._pending
         if pending is None:
             return
         pending.done.wait()
         if pending.done.error is not None:
             self._write(pending.rows, pending.copies)
-        self._changes.pending = None
+        self._pending = None
 
     def abandon(self) -> None:
         """Wait for the pending write, and drop it if it failed."""
-        pending, self._changes.pending = self._changes.pending, None
+        pending, self._pending = self._pending, None
         if pending is not None:
             pending.done.wait()
 
     def claim_room(self, n_rows: int) -> bool:
         """Count changes of n_rows, and return True, if the journal has room for them. Needs no lock."""
-        pending = self._changes.pending
+        pending = self._pending
         has_failed = pending is not None and pending.done.error is not None
         if has_failed or not self.storage.has_room(self._n_unjournaled + n_rows):
             return False
-        self._n_changed += n_rows
+        self._count(self._n_changed + n_rows)
         return True
 
     def make_room(self, rows: Tensor) -> None:
@@ -190,28 +161,43 @@ class WriteBehind:
         Only if the disk is nearly full, changed rows are counted one by one, which waits for the device.
         """
         self.finish()
-        n, index = len(rows), self._changes.index
-        assert index is not None
+        n = len(rows)
         try:
             none = torch.empty(0, dtype=torch.int64, device="cpu")
             self.storage.make_room(none, also=self._n_unjournaled + n)
         except NoSpace:
-            if index.clock.is_cuda:
-                synchronize(index.clock.device)
-            held = torch.from_numpy(self._changes.rows())
+            held = self._changed_rows()
             self._n_changed = len(held)
             self.storage.make_room(torch.unique(torch.cat([held, rows[rows >= 0].cpu()])))
-        self._n_changed += n
+        self._count(self._n_changed + n)
+
+    def count_unsaved(self) -> int:
+        """Count the rows that changed since the last checkpoint. Waits for the device."""
+        return self.storage.count_unsaved(self._changed_rows())
+
+    def _changed_rows(self) -> Tensor:
+        """Return the changed rows of the cache; the journal may have some of them. Waits for the device."""
+        index, pending = self.index, self._pending
+        if index.clock.is_cuda:
+            synchronize(index.clock.device)
+        with relaxed_capture():
+            rows = index.row_of_slot[index.dirty != 0].cpu()
+        if pending is not None:
+            pending.done.wait()
+            if pending.done.error is not None:
+                rows = torch.unique(torch.cat([rows, pending.rows]))
+        return rows
 
     @property
     def _n_unjournaled(self) -> int:
         """Upper bound of changed rows that are not in the journal: one per slot, and those of one write."""
-        return min(self._n_changed, self._n_cached, 2 * self._n_slots)
+        return min(self._n_changed, self._n_cached, 2 * self.index.n_slots)
+
+    def _count(self, n_changed: int) -> None:
+        self._n_changed = n_changed
+        self.storage.expect_changes(self._n_unjournaled)
 
     def clear(self) -> None:
         """Count again: every changed row is in the journal, or dropped. Rows may still be in the cache."""
-        self._n_changed, self._n_cached = 0, min(self._n_cached, self._n_slots)
-
-    def retire(self) -> None:
-        """Free the index: the storage, which counts changed rows, outlives the cache."""
-        self._changes.index = None
+        self._n_cached = min(self._n_cached, self.index.n_slots)
+        self._count(0)

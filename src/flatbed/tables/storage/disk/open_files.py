@@ -10,14 +10,13 @@ import secrets
 import stat
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, closing, suppress
 from io import FileIO
 from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from flatbed.cuda.streams import OrderedLock
 from flatbed.errors import DamagedFileError, FlatbedError
@@ -195,8 +194,8 @@ class OpenFiles:
     def __init__(self, held: FileIO, table: MappedFile, journal: Journal) -> None:
         self.table, self.journal = table, journal
         self.lock = OrderedLock("file")
-        self.cached_changes: Callable[[], NDArray[np.int64]] = lambda: np.empty(0, np.int64)
-        """Returns the changed rows in a cache. Some of them may be in the journal, too."""
+        self.n_cached = 0
+        """Upper bound of changed rows that only a cache has."""
         self.workers = Workers()
         self.writer = Workers(1)
         self._held: FileIO | None = held
@@ -211,11 +210,6 @@ class OpenFiles:
         """Raise if the table is closed."""
         if not self.is_open:
             raise FlatbedError(f"{self.table.path} is closed; open it again")
-
-    def n_unsaved(self) -> int:
-        """Count rows that changed since the last checkpoint."""
-        cached = self.cached_changes()  # first: it waits for the writer
-        return self.journal.n_entries + self.journal.count_missing(cached)
 
     def close(self, *, is_forked: bool = False) -> None:
         """Close everything; a second call does nothing. A forked process only closes its descriptors."""
@@ -233,22 +227,16 @@ class OpenFiles:
 
     def close_forgotten(self) -> None:
         """Close a table at exit, or after it was garbage collected without `close`: changed rows are lost."""
+        journal, about = self.journal, "up to " if self.n_cached else ""
+        n_rows = min(journal.n_entries + self.n_cached, journal.n_rows)
         try:
-            if self.is_open and not self.journal.is_sealed:
-                self._tell_unsaved()
+            if self.is_open and n_rows and not journal.is_sealed:
+                note(
+                    f"{about}{n_rows} rows of {self.table.path} changed since its last checkpoint and are "
+                    f"dropped. {SAVE_BEFORE}. table.close(discard=True) drops them in silence"
+                )
         finally:
             self.close()
-
-    def _tell_unsaved(self) -> None:
-        try:
-            n_rows = self.n_unsaved()
-        except RuntimeError:  # after an error of CUDA, the cache cannot be read
-            n_rows = self.journal.n_entries
-        if n_rows:
-            note(
-                f"{n_rows} rows of {self.table.path} changed since its last checkpoint and are dropped. "
-                f"{SAVE_BEFORE}. table.close(discard=True) drops them in silence"
-            )
 
 
 _ALL: weakref.WeakSet[OpenFiles] = weakref.WeakSet()

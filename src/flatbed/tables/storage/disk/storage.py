@@ -131,8 +131,12 @@ class DiskStorage:
 
     @property
     def unsaved_rows(self) -> int:
-        """Rows changed since the last completed checkpoint, here or in a cache."""
-        return self._files.n_unsaved()
+        """Rows in the journal: those that changed since the last checkpoint, but for changes in a cache."""
+        return self._files.journal.n_entries
+
+    def count_unsaved(self, cached: Tensor) -> int:
+        """Count rows that changed since the last checkpoint: `cached` ones, and those in the journal."""
+        return self.unsaved_rows + self._files.journal.count_missing(rows_of(cached, self.n_rows))
 
     # ---- rows
 
@@ -193,9 +197,9 @@ class DiskStorage:
         (self._files.writer if in_order else self._files.workers).submit(call)
         return call
 
-    def count_also(self, changed_rows: Callable[[], NDArray[np.int64]]) -> None:
-        """Include changed rows of a cache in `unsaved_rows` and in the warning at exit."""
-        self._files.cached_changes = changed_rows
+    def expect_changes(self, n_rows: int) -> None:
+        """Include at most `n_rows` changed rows of a cache, which the journal lacks, in the note at exit."""
+        self._files.n_cached = n_rows
 
     def has_room(self, n_rows: int) -> bool:
         """Return whether any `n_rows` rows can certainly change. Takes no lock; see `make_room`."""
