@@ -22,12 +22,14 @@ from torch import nn
 import flatbed
 from flatbed.checkpoint import load as loading
 from flatbed.checkpoint import load_checkpoint, save_checkpoint
+from flatbed.checkpoint import save as saves
 from flatbed.checkpoint.load_table import check_path
 from flatbed.errors import DamagedFileError, FlatbedError
 from flatbed.tables.storage.disk import DiskStorage
 from flatbed.tables.storage.disk.format import RECORDS_AT
 from tests import programs
 from tests.checkpoint.saved import Saved, current
+from tests.tables.storage.disk.crash_model import failing
 from tests.tables.storage.disk.test_files import largest_file
 from tests.tables.test_interruptions import answered
 from tests.tables.training import build, close, difference, snapshot, step
@@ -163,7 +165,7 @@ def test_copied_job_goes_on_by_itself(
 ) -> None:
     """Copied after a kill between the decision and the copying of rows, while the original goes on.
 
-    In another layout, the table's journal names a folder that has gone on: the loaded folder decides instead.
+    In another layout, the table's journal names a folder that has gone on, and the table is refused.
     """
     expected, original = copied_job(tmp_path, monkeypatch), tmp_path / "job" / "run"
     folder = tmp_path / "elsewhere" if is_apart else tmp_path / "copy" / "run"
@@ -174,9 +176,12 @@ def test_copied_job_goes_on_by_itself(
     save_checkpoint(original, model, optimizer, extra={"step": 2})
     later = snapshot(model, optimizer)
     close(model)
-    warned = pytest.warns(UserWarning, match=r"kept as .*kept-1.*load_checkpoint")
-    with warned if is_apart else nullcontext():
-        model, optimizer = build(tmp_path / "copy")
+    if is_apart:
+        with pytest.raises(FlatbedError, match=rf"{tmp_path}/copy/run/CURRENT.json, .* of another time"):
+            build(tmp_path / "copy")
+        shutil.move(folder, tmp_path / "copy" / "run")
+        folder = tmp_path / "copy" / "run"
+    model, optimizer = build(tmp_path / "copy")
     with pytest.raises(FlatbedError, match="is not as it was"):
         load_checkpoint(original, model, optimizer)
     assert load_checkpoint(folder, model, optimizer) == {"step": 1}
@@ -231,6 +236,26 @@ def test_load_without_space_changes_nothing(used: bool, tmp_path: Path) -> None:
     assert not used or all(map(torch.equal, rows(other), before))
     load_checkpoint(tmp_path / "run", other)
     assert all(map(torch.equal, rows(other), rows(saved)))
+
+
+@pytest.mark.parametrize("is_tried_again", [False, True])
+def test_tables_open_after_a_first_save_that_failed(is_tried_again: bool, tmp_path: Path) -> None:
+    """Its version says that it was not completed. Another save, which is killed, has removed the version."""
+    place, killed = tmp_path / "job", tmp_path / "killed"
+    model, optimizer = build(place)
+    before = model.second.read_rows(range(40))
+    step(model, optimizer, 1)
+    steps = [(saves, "_write_current"), *[(saves.Version, "write")] * is_tried_again]
+    for owner, name in steps:
+        with failing(owner, name, FlatbedError("no space left")), pytest.raises(FlatbedError, match="space"):
+            save_checkpoint(place / "run", model, optimizer)
+    shutil.copytree(place, killed)
+    other, _ = build(killed)
+    assert torch.equal(other.second.read_rows(range(40)), before)
+    close(other)
+    save_checkpoint(place / "run", model, optimizer)
+    assert sorted(os.listdir(place / "run")) == [".lock", "CURRENT.json", current(place / "run").name]
+    close(model)
 
 
 AT_EXIT = """

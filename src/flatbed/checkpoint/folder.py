@@ -154,6 +154,7 @@ def make_version(folder: Path, token: str) -> Path:
         draft.mkdir()
         (draft / MARK).touch()
         draft.rename(path)
+        sync_folder(folder)  # before any rank prepares a table, which looks for this name after a crash
     except OSError as error:
         raise FlatbedError(f"{folder} cannot be written to: {error.strerror or error}") from error
     return path
@@ -180,7 +181,6 @@ def write_manifest(version: Path, manifest: dict[str, Any]) -> None:
     """Write the list of contents of a version, with a checksum of itself."""
     checksum = zlib.crc32(json.dumps(manifest).encode())
     write_text(version / MANIFEST, json.dumps({**manifest, "checksum": checksum}))
-    sync_folder(version.parent)
 
 
 def read_manifest(path: Path, token: str | None = None) -> dict[str, Any]:

@@ -108,6 +108,8 @@ def save_checkpoint(
         manifest |= {"extra": _checked_extra(extra), "files": {}}
         _check_loaded(training, folder)
         in_place = _tables_in_place(training, copy_disk_tables, keep)
+        for name in in_place:  # while the version of a save that has failed is still there
+            training.tables[name]._store.settle()
         random = lockstep.gather(rng_state()) if rng else []
         token = manifest["token"] = lockstep.of_first(secrets.token_hex(16))
         folders.known_tokens.add(token)
@@ -124,6 +126,9 @@ def save_checkpoint(
                     "that all ranks see"
                 )
             Version(version, training, lockstep, manifest).write(in_place, random)
+            if in_place and not (folder / CURRENT).exists():
+                lockstep.undo = lambda: None  # a table that was prepared looks for this version
+            lockstep.meet()
             for name in in_place:
                 store = training.tables[name]._store
                 held.callback(store.disk_storage().release)

@@ -364,6 +364,11 @@ class RowStore:
         cache = cast("HostCopyCache | None", self.cache)
         return file.unsaved_rows if cache is None else cache.count_unsaved()
 
+    def settle(self) -> None:
+        """Complete or drop an interrupted checkpoint of `flatbed.save_checkpoint`."""
+        if self._file is not None:
+            self._file.settle()
+
     def has_unsaved_changes(self) -> bool:
         """Return True if rows of a file changed since its last checkpoint, lost their state, or made steps.
 
@@ -372,7 +377,7 @@ class RowStore:
         file = self._file
         if file is None:
             return False
-        file.settle()
+        self.settle()
         if self.unsaved_rows > 0 or (self.relayout_pending and bool(file.record.state)):
             return True
         saved = file.meta.get("scalars", {})
@@ -453,19 +458,19 @@ class RowStore:
             before = cast(DiskStorage, self._storage)  # no layout, which would be another checkpoint
             before.check_name()  # before anything is lost: opening it again would fail
             self.version += 1
-            self._storage = storage = self._reopened(token)  # at once: an interruption would keep its lock
+            self._storage = storage = self._reopened()  # at once: an interruption would keep its lock
             if storage.meta.get("token") != token:
                 storage.close()
                 self._storage = before
                 raise FlatbedError(f"{storage.path} was replaced while it was closed: put it back")
         return dict(storage.meta.get("scalars", {}))
 
-    def _reopened(self, token: str | None = None) -> DiskStorage:
+    def _reopened(self) -> DiskStorage:
         """Drop rows that changed since the file's last checkpoint, and open the file again."""
         storage = cast(DiskStorage, self._storage)
         self.abandon_cache()
         storage.close()  # if this is interrupted, the next call opens it
-        return DiskStorage.open(storage.path, token=token)
+        return DiskStorage.open(storage.path)
 
     # ---- the cache
 

@@ -31,7 +31,6 @@ from tests.tables.storage.disk.crash_model import (
     failing,
     files,
     fill,
-    filled,
     made,
     random_records,
 )
@@ -47,7 +46,7 @@ def test_existing_files_are_kept(tmp_path: Path) -> None:
     assert files(tmp_path) == before
 
 
-def test_sealed_journal_of_a_table_that_is_gone_is_kept(tmp_path: Path) -> None:
+def test_sealed_journal_of_a_table_that_is_gone_is_refused(tmp_path: Path) -> None:
     storage = made(tmp_path)
     storage.scatter_(torch.arange(50), random_records(50))
     storage.prepare(decision=tmp_path / "decision", token="a")
@@ -55,12 +54,10 @@ def test_sealed_journal_of_a_table_that_is_gone_is_kept(tmp_path: Path) -> None:
     sealed = (tmp_path / "table.journal").read_bytes()
     (tmp_path / "decision").write_text('{"token": "a"}')
     (tmp_path / "table").unlink()
-    with pytest.warns(UserWarning, match=r"of a table that is not here any more.*kept as .*kept-1"):
-        DiskStorage.create(tmp_path / "table", RECORD, 60, fill=fill).close()
-    assert not (tmp_path / "table.journal").exists()
-    assert (tmp_path / "table.journal.kept-1").read_bytes() == sealed
-    assert np.array_equal(everything(DiskStorage.open(tmp_path / "table")), filled(0, 60, NBYTES))
-    (tmp_path / "table.journal").write_bytes(sealed)
+    before = files(tmp_path)
+    with pytest.raises(FlatbedError, match=r"table.journal holds a checkpoint of a table that is not here"):
+        DiskStorage.create(tmp_path / "table", RECORD, 60, fill=fill)
+    assert files(tmp_path) == before
     DiskStorage.create(tmp_path / "table2", RECORD, 60, fill=fill).close()
     shutil.move(tmp_path / "table2", tmp_path / "table")
     with pytest.raises(FlatbedError, match="belongs to another table"):

@@ -345,11 +345,12 @@ def test_copied_job_asks_its_own_decision(tmp_path: Path) -> None:
     assert (storage.generation, storage.meta) == (1, {"step": 1})
 
 
+@pytest.mark.parametrize("is_deleted", [False, True])
 @pytest.mark.parametrize(
     ("beside", "token"), [(False, "later"), (False, "before"), (False, None), (True, "later"), (True, None)]
 )
-def test_sealed_journal_is_kept_unless_its_own_decision_was_not_made(
-    beside: bool, token: str | None, tmp_path: Path
+def test_sealed_journal_is_refused_if_nothing_says_whether_it_was_decided(
+    beside: bool, token: str | None, is_deleted: bool, tmp_path: Path
 ) -> None:
     """Table and journal were copied alone. The original's folder, or one beside the copy, holds a token."""
     original = job(tmp_path / "original")
@@ -364,15 +365,16 @@ def test_sealed_journal_is_kept_unless_its_own_decision_was_not_made(
     decided.unlink(missing_ok=True)
     if token is not None:
         decided.write_text(json.dumps({"token": token}))
-    sealed = (copy / "table.journal").read_bytes()
-    with pytest.warns(UserWarning, match=r"kept as .*kept-1"):
-        storage = DiskStorage.open(copy / "table")
-    assert (storage.generation, storage.meta) == (0, {"step": 0})
-    storage.close()
-    assert (copy / "table.journal.kept-1").read_bytes() == sealed
-    decided.write_text('{"token": "mine"}')
-    (copy / "table.journal.kept-1").rename(copy / "table.journal")
-    assert DiskStorage.open(copy / "table").meta == {"step": 1}
+    before = files(copy)
+    names = rf"{copy}/table.journal holds .* {copy}/run/decision, .* is missing or of another time"
+    with pytest.raises(FlatbedError, match=names):
+        DiskStorage.open(copy / "table")
+    assert files(copy) == before
+    if is_deleted:
+        (copy / "table.journal").unlink()
+    else:
+        decided.write_text('{"token": "mine"}')
+    assert DiskStorage.open(copy / "table").meta == {"step": int(not is_deleted)}
 
 
 def test_sealed_journal_is_removed_if_its_decision_was_not_made(tmp_path: Path) -> None:
@@ -384,7 +386,7 @@ def test_sealed_journal_is_removed_if_its_decision_was_not_made(tmp_path: Path) 
 
 @pytest.mark.parametrize("is_emptied", [False, True])
 def test_first_save_into_a_folder_was_killed(is_emptied: bool, tmp_path: Path) -> None:
-    """Its journal is removed if the folder has its version, and kept if someone has emptied the folder."""
+    """Its journal is removed if the folder has its version, and refused if someone has emptied the folder."""
     version = tmp_path / "run" / "v0000001-mine"
     version.mkdir(parents=True)
     storage = made(tmp_path)
@@ -393,9 +395,9 @@ def test_first_save_into_a_folder_was_killed(is_emptied: bool, tmp_path: Path) -
     storage.close()
     if is_emptied:
         version.rmdir()
-    with pytest.warns(UserWarning, match="kept as") if is_emptied else nullcontext():
+    with pytest.raises(FlatbedError, match="is missing or of") if is_emptied else nullcontext():
         assert DiskStorage.open(tmp_path / "table").meta == {"step": 0}
-    assert sorted(files(tmp_path)) == ["table", *["table.journal.kept-1"] * is_emptied]
+    assert sorted(files(tmp_path)) == ["table", *["table.journal"] * is_emptied]
 
 
 def test_stale_journal_of_an_equal_generation_is_refused(tmp_path: Path) -> None:

@@ -73,6 +73,10 @@ class Decision:
         before = token_in(Path(path)) if os.path.isdir(os.path.dirname(path)) else None
         return Decision(path, token, os.path.relpath(path, table.parent), before)
 
+    def beside(self, table: Path) -> Path:
+        """Return where the file is as seen from a table, which may be a copy."""
+        return Path(os.path.normpath(table.parent / self.relative))
+
     def outcome(self, table: Path) -> bool | None:
         """Return True if the checkpoint was completed, False if it was not, and None if this is not known.
 
@@ -84,13 +88,13 @@ class Decision:
 
         Raises if a file cannot be read.
         """
-        beside = Path(os.path.normpath(table.parent / self.relative))
+        beside = self.beside(table)
         places = [place for place in (beside, Path(self.path)) if place.parent.is_dir()]
         if not places:
             raise FlatbedError(
                 f"a checkpoint was being made, and the folder of {self.path}, which says whether it was "
                 f"completed, is missing: put it back (or mount it), or to {self.relative} as seen from the "
-                f"table's folder, or make an empty folder of that name to go back to the checkpoint before"
+                f"table's folder, or delete the table's journal to go back to the checkpoint before"
             )
         for place in places:
             found = token_in(place)
@@ -114,7 +118,7 @@ def token_in(path: Path) -> str | None:
     except (OSError, KeyError, DamagedFileError) as error:
         raise DamagedFileError(
             f"a checkpoint was being made, and {path}, which says whether it was completed, cannot be read "
-            f"({error}); restore that file, or remove it to go back to the checkpoint before"
+            f"({error}); restore that file, or delete the table's journal to go back to the checkpoint before"
         ) from error
     return found
 

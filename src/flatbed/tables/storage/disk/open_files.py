@@ -8,9 +8,7 @@ from __future__ import annotations
 import os
 import secrets
 import stat
-import warnings
 import weakref
-from collections.abc import Iterator
 from contextlib import ExitStack, closing, suppress
 from io import FileIO
 from pathlib import Path
@@ -50,7 +48,6 @@ SAVE_BEFORE = (
     "To keep such rows, save before the end: by flatbed.save_checkpoint if that saves this table, otherwise "
     "by table.close() or table.checkpoint()"
 )
-KEPT = ".kept-"  # in the name of a journal that was put aside: PATH.journal.kept-NUMBER
 
 
 def journal_of(path: Path) -> Path:
@@ -58,29 +55,20 @@ def journal_of(path: Path) -> Path:
     return path.with_name(path.name + ".journal")
 
 
-def recover(table: MappedFile, token: str | None = None, *, forget: bool = False) -> tuple[Identity, State]:
+def recover(table: MappedFile, *, forget: bool = False) -> tuple[Identity, State]:
     """Complete a sealed checkpoint or drop an unfinished one, and map the records.
 
-    Everything is checked before anything is written. If nothing shows whether a sealed checkpoint was
-    completed, its journal is renamed and not dropped. A note tells of changed rows that are dropped.
-
-    - `token`: a checkpoint with this token was decided, even if its journal was renamed before.
-    - `forget`: all rows lose their checksums.
+    Everything is checked before anything is written. A note tells of changed rows that are dropped. With
+    `forget`, all rows lose their checksums.
     """
     path = table.path
     identity, state = read_header(table)
-    journal, is_foreign, is_lost = journal_of(path), False, False
-    if state is not None and token is not None and not os.path.lexists(journal):
-        kept = kept_journal(path, identity.table, base=state.word, token=token)
-        if kept is not None:
-            MappedFile.rename(kept[0], journal)
+    journal, is_lost = journal_of(path), False
     if os.path.lexists(journal):
         with closing(MappedFile(journal)) as file:
             sealed = read_sealed(file)
-            is_wanted = False if sealed is None else _wanted(path, identity, state, sealed, token)
-            is_foreign = is_wanted is None
             is_lost = sealed is None and has_changes(file, identity.table)
-            if sealed is not None and is_wanted:
+            if sealed is not None and _is_wanted(path, identity, state, sealed):
                 _map_table(table, identity, sealed.state, forget=forget)
                 table.fill_holes()
                 apply(table, sealed)
@@ -95,14 +83,7 @@ def recover(table: MappedFile, token: str | None = None, *, forget: bool = False
             "damaged; put the journal back next to it, or restore the table from a copy"
         )
     _map_table(table, identity, state, forget=forget)
-    if is_foreign:
-        _keep_aside(
-            journal,
-            "that flatbed.save_checkpoint prepared, and no file here says whether it was completed. The "
-            "table is at the checkpoint before",
-            "flatbed.load_checkpoint takes it with the folder of that time; otherwise delete it",
-        )
-    elif os.path.lexists(journal):
+    if os.path.lexists(journal):
         MappedFile.remove(journal)
         MappedFile.sync_folder(journal.parent)
     if is_lost:
@@ -113,66 +94,46 @@ def recover(table: MappedFile, token: str | None = None, *, forget: bool = False
     return identity, state
 
 
-def kept_journal(path: Path, table: str, *, base: str, token: str) -> tuple[Path, Sealed] | None:
-    """Find a renamed, sealed journal that follows the checkpoint `base` and was prepared with `token`."""
-    for kept, sealed in _sealed_journals(path, journal_of(path).name + KEPT):
-        decision = sealed.decision
-        if decision and (sealed.table, sealed.base, decision.token) == (table, base, token):
-            return kept, sealed
-    return None
-
-
 def is_prepared(path: Path, token: str) -> bool:
-    """Return whether a journal of a table, renamed or not, has the checkpoint with this token."""
-    journals = _sealed_journals(path, journal_of(path).name)
-    return any(sealed.state.meta.get("token") == token for _, sealed in journals)
+    """Return whether the journal of a table has the checkpoint with this token."""
+    with suppress(FlatbedError), closing(MappedFile(journal_of(path), read_only=True)) as file:
+        sealed = read_sealed(file)
+        return sealed is not None and sealed.state.meta.get("token") == token
+    return False
 
 
-def _sealed_journals(path: Path, prefix: str) -> Iterator[tuple[Path, Sealed]]:
-    for journal in sorted(other for other in path.parent.iterdir() if other.name.startswith(prefix)):
-        with suppress(FlatbedError), closing(MappedFile(journal, read_only=True)) as file:
-            sealed = read_sealed(file)
-            if sealed is not None:
-                yield journal, sealed
+def _is_wanted(path: Path, identity: Identity, state: State | None, sealed: Sealed) -> bool:
+    """Return True to apply a sealed journal, False to drop it.
 
-
-def _keep_aside(journal: Path, state: str, remedy: str) -> None:
-    """Rename a sealed journal that may still be needed, and warn."""
-    number = 1
-    while os.path.lexists(kept := journal.with_name(f"{journal.name}{KEPT}{number}")):
-        number += 1
-    MappedFile.rename(journal, kept)
-    MappedFile.sync_folder(journal.parent)
-    warnings.warn(
-        f"{journal} holds a checkpoint {state}, and the journal is kept as {kept}: {remedy}", stacklevel=2
-    )
-
-
-def _wanted(
-    path: Path, identity: Identity, state: State | None, sealed: Sealed, token: str | None
-) -> bool | None:
-    """Return True to apply a sealed journal, False to drop it, None if it is not known if it was decided.
-
-    Raises for a journal of another table or of another time.
+    Raises for a journal of another table or of another time, and if it is not known if it was decided.
     """
+    journal = journal_of(path)
     if sealed.table == identity.replaces:
         return False
     if (sealed.table, sealed.records.itemsize) != (identity.table, identity.record.nbytes):
-        raise FlatbedError(f"{journal_of(path)} belongs to another table than {path}; move one of them away")
-    new = sealed.state
+        raise FlatbedError(f"{journal} belongs to another table than {path}; move one of them away")
+    new, decision = sealed.state, sealed.decision
     if state is None:
         return True  # the state is torn, which only happens while a sealed journal is applied
     if (state.generation, state.word) == (new.generation, new.word):
         return True
-    is_next = (state.generation + 1, state.word) == (new.generation, sealed.base)
-    if is_next and not state.applying:
-        decision = sealed.decision
-        return decision is None or decision.token == token or decision.outcome(path)
-    raise FlatbedError(
-        f"{path} is at checkpoint {state.generation} ({state.word}), but {journal_of(path)} holds checkpoint "
-        f"{new.generation} ({new.word}) after {sealed.base}: they were copied at different times; restore "
-        "both from one copy, or remove the journal"
-    )
+    if state.applying or (state.generation + 1, state.word) != (new.generation, sealed.base):
+        raise FlatbedError(
+            f"{path} is at checkpoint {state.generation} ({state.word}), but {journal} holds checkpoint "
+            f"{new.generation} ({new.word}) after {sealed.base}: they were copied at different times; "
+            "restore both from one copy, or remove the journal"
+        )
+    if decision is None:
+        return True
+    is_decided = decision.outcome(path)
+    if is_decided is None:
+        place = decision.beside(path)
+        raise FlatbedError(
+            f"{journal} holds a checkpoint that was being made, and {place}, which says whether it was "
+            f"completed, is missing or of another time: put the folder of that time to {place.parent}, or "
+            f"delete {journal} to go back to the checkpoint before"
+        )
+    return is_decided
 
 
 def _map_table(table: MappedFile, identity: Identity, state: State, *, forget: bool) -> None:
@@ -258,8 +219,8 @@ if hasattr(os, "register_at_fork"):
 Opened: TypeAlias = tuple[OpenFiles, Identity, State]
 
 
-def open_files(path: Path, token: str | None = None, *, forget: bool = False) -> Opened:
-    """Lock a table's file and recover its last checkpoint: a completed one, or the one with this token."""
+def open_files(path: Path, *, forget: bool = False) -> Opened:
+    """Lock a table's file and recover its last completed checkpoint."""
     if not path.exists():
         raise FlatbedError(f"there is no table at {path}; check the path, or create one")
     with ExitStack() as undo:
@@ -267,7 +228,7 @@ def open_files(path: Path, token: str | None = None, *, forget: bool = False) ->
         lock_table(held, path)  # not before: Control-C in `enter_context` would leave the lock taken
         table = MappedFile(path)
         undo.callback(table.close)
-        identity, state = recover(table, token, forget=forget)
+        identity, state = recover(table, forget=forget)
         files = OpenFiles(held, table, _journal(table, identity, state))
         undo.pop_all()
     return files, identity, state
@@ -291,8 +252,10 @@ class Draft:
     ) -> None:
         """Write the file. `replaces`: name of the table whose open file it will replace."""
         self._is_replacing = replaces is not None
-        if not self._is_replacing and path.exists():
-            raise _exists(path)
+        if not self._is_replacing:
+            if path.exists():
+                raise _exists(path)
+            _remove_stale_journal(path)
         check_folder(path)
         self.path, self.state = path, state
         self.identity = Identity(secrets.token_hex(16), record, replaces)
@@ -321,10 +284,8 @@ class Draft:
         """Give the file its name."""
         table = self._table
         with self._undo as undo:
-            if not self._is_replacing:
-                if self.path.exists():
-                    raise _exists(self.path)
-                _remove_stale_journal(journal_of(self.path))
+            if not self._is_replacing and self.path.exists():
+                raise _exists(self.path)
             MappedFile.rename(table.path, self.path)
             undo.pop_all()
             undo.callback(table.close)
@@ -343,18 +304,19 @@ def _exists(path: Path) -> FlatbedError:
     )
 
 
-def _remove_stale_journal(journal: Path) -> None:
-    """Remove the journal of a table whose file was deleted or moved; a sealed one is renamed.
+def _remove_stale_journal(path: Path) -> None:
+    """Remove the journal of a table whose file was deleted or moved.
 
-    Raises if another kind of file has its name.
+    Raises if it has a checkpoint, or if another kind of file has its name.
     """
+    journal = journal_of(path)
     if not os.path.lexists(journal):
         return
     with closing(MappedFile(journal)) as file:
-        sealed = read_sealed(file)
-    if sealed is not None:
-        remedy = f"name it {journal.name} again beside that table, or delete it"
-        _keep_aside(journal, "of a table that is not here any more. A new table is made", remedy)
-    else:
-        MappedFile.remove(journal)
-        MappedFile.sync_folder(journal.parent)
+        if read_sealed(file) is not None:
+            raise FlatbedError(
+                f"{journal} holds a checkpoint of a table that is not here: put its file back, or delete "
+                f"{journal} to make a new table at {path}"
+            )
+    MappedFile.remove(journal)
+    MappedFile.sync_folder(journal.parent)

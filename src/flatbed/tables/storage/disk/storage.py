@@ -35,7 +35,7 @@ from flatbed.tables.storage.disk.checked_records import (
 from flatbed.tables.storage.disk.format import RECORDS_AT, Identity, State, normal
 from flatbed.tables.storage.disk.journal import Decision, Sealed, apply
 from flatbed.tables.storage.disk.mapped_file import MappedFile, Sums
-from flatbed.tables.storage.disk.open_files import Draft, OpenFiles, kept_journal, open_files
+from flatbed.tables.storage.disk.open_files import Draft, OpenFiles, open_files
 from flatbed.tables.workers import Call
 
 T = TypeVar("T")
@@ -82,12 +82,9 @@ class DiskStorage:
         return made
 
     @classmethod
-    def open(cls, path: str | Path, *, token: str | None = None) -> DiskStorage:
-        """Open a table's file as its last completed checkpoint left it.
-
-        A prepared checkpoint with this `token` is completed, whatever its decision's file says.
-        """
-        return cls(*open_files(Path(os.path.realpath(path)), token))
+    def open(cls, path: str | Path) -> DiskStorage:
+        """Open a table's file as its last completed checkpoint left it."""
+        return cls(*open_files(Path(os.path.realpath(path))))
 
     def close(self) -> None:
         """Close the file. Rows changed since the last checkpoint are lost; a second call does nothing."""
@@ -116,13 +113,12 @@ class DiskStorage:
         return normal(self._state.meta)
 
     def meta_of(self, token: str) -> dict[str, Any] | None:
-        """Return the `meta` of the checkpoint with this token: the last, a prepared, or a kept one."""
+        """Return the `meta` of the checkpoint with this token: the last, or a prepared one."""
         sealed = [] if self._sealed is None else [self._sealed.state]
         for state in (self._state, *sealed):
             if state.meta.get("token") == token:
                 return normal(state.meta)
-        kept = kept_journal(self.path, self._files.journal.table, base=self._state.word, token=token)
-        return None if kept is None else normal(kept[1].state.meta)
+        return None
 
     @property
     def generation(self) -> int:
