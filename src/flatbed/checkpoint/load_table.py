@@ -18,7 +18,8 @@ from flatbed.tables.record import WEIGHT
 from flatbed.tables.saving import config_of, inspect, load
 from flatbed.tables.storage.disk import DiskStorage, ReadOnlyStorage
 from flatbed.tables.storage.disk.format import is_disk_table
-from flatbed.tables.storage.disk.open_files import forget_sums, is_prepared
+from flatbed.tables.storage.disk.open_files import forget_sums
+from flatbed.tables.storage.disk.recovery import is_prepared
 from flatbed.tables.table import Table
 from flatbed.tables.tensor_file import check_tensors
 

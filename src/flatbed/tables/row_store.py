@@ -43,8 +43,8 @@ from flatbed.tables.storage.base import (
     row_blocks,
 )
 from flatbed.tables.storage.disk import DiskStorage, ReadOnlyStorage
+from flatbed.tables.storage.disk.draft import Draft
 from flatbed.tables.storage.disk.journal import token_in
-from flatbed.tables.storage.disk.open_files import Draft
 
 
 class RowStore:

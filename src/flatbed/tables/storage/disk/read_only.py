@@ -31,7 +31,7 @@ from flatbed.tables.storage.disk.checked_records import (
 from flatbed.tables.storage.disk.format import RECORDS_AT, STATE_AT, State, normal, read_header
 from flatbed.tables.storage.disk.journal import read_sealed
 from flatbed.tables.storage.disk.mapped_file import MappedFile, Records
-from flatbed.tables.storage.disk.open_files import journal_of
+from flatbed.tables.storage.disk.recovery import journal_of
 from flatbed.tables.workers import Workers
 
 PATIENCE = 10.0  # seconds for which a state may stay unreadable

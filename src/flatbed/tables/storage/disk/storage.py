@@ -32,10 +32,11 @@ from flatbed.tables.storage.disk.checked_records import (
     take,
     write_rows,
 )
+from flatbed.tables.storage.disk.draft import Draft
 from flatbed.tables.storage.disk.format import RECORDS_AT, Identity, State, normal
 from flatbed.tables.storage.disk.journal import Decision, Sealed, apply
 from flatbed.tables.storage.disk.mapped_file import MappedFile, Sums
-from flatbed.tables.storage.disk.open_files import Draft, OpenFiles, open_files
+from flatbed.tables.storage.disk.open_files import OpenFiles, open_files
 from flatbed.tables.workers import Call
 
 T = TypeVar("T")
