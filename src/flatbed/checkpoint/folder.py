@@ -19,7 +19,7 @@ from threading import get_ident
 from typing import Any
 
 from flatbed.errors import DamagedFileError, FlatbedError
-from flatbed.tables.files import lock, open_regular, read_small, sync_folder, write_text
+from flatbed.tables.files import lock, open_regular, read_small, write_text
 from flatbed.tables.tensor_file import check_tensors, naming_damage
 
 FORMAT, FORMAT_VERSION = "flatbed-checkpoint", 1
@@ -154,7 +154,6 @@ def make_version(folder: Path, token: str) -> Path:
         draft.mkdir()
         (draft / MARK).touch()
         draft.rename(path)
-        sync_folder(folder)  # before any rank prepares a table, which looks for this name after a crash
     except OSError as error:
         raise FlatbedError(f"{folder} cannot be written to: {error.strerror or error}") from error
     return path

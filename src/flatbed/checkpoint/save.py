@@ -41,7 +41,7 @@ from flatbed.errors import FlatbedError
 from flatbed.flat.buffer import FlatParameter
 from flatbed.progress import progress
 from flatbed.tables import saving
-from flatbed.tables.files import BLOCK_BYTES, as_path, lock, write_text
+from flatbed.tables.files import BLOCK_BYTES, as_path, lock, sync_folder, write_text
 from flatbed.tables.tensor_file import TensorEntry, writing
 
 
@@ -119,6 +119,7 @@ def save_checkpoint(
                 _warn_of_another_run(folder)
                 version = folders.make_version(folder, token)
                 lockstep.undo = partial(_undo, version)
+                sync_folder(folder)  # a table that is prepared looks for the version's name after a crash
             version = folder / lockstep.of_first(version.name if lockstep.first else "")
             if in_place and not version.is_dir():  # CURRENT.json decides for their files on all ranks
                 raise FlatbedError(
