@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-import torch.distributed.checkpoint.state_dict as dcp
 from torch import nn
 
 import flatbed
@@ -189,25 +188,6 @@ def test_optimizers_whose_state_cannot_be_split() -> None:
     optimizer.step(closure)
     with pytest.raises(FlatbedError, match=r"\(list\) of LBFGS.*optimizer\.state_dict"):
         flat.optimizer_state_dict(optimizer)
-
-
-@pytest.mark.parametrize("has_state", [True, False])
-def test_functions_that_look_for_the_parameters_in_the_model(has_state: bool) -> None:
-    """They ended in `KeyError: 0`."""
-    (theirs, reference, _), (model, optimizer, flat) = twins(kind=torch.optim.Adam)
-    for one, of in ((theirs, reference), (model, optimizer)) if has_state else ():
-        train(one, of, 0, 1)
-    saved = dcp.get_optimizer_state_dict(theirs, reference)
-    for call in (
-        lambda: dcp.get_optimizer_state_dict(model, optimizer),
-        lambda: dcp.get_state_dict(model, optimizer),
-        lambda: dcp.set_optimizer_state_dict(model, optimizer, saved),
-    ):
-        with pytest.raises(
-            FlatbedError, match=r"flat\.optimizer_state_dict.*one step.*flat\.load_optimizer_state_dict"
-        ):
-            call()
-    assert_equal_states(reference.state_dict(), flat.optimizer_state_dict(optimizer))
 
 
 def test_a_checkpoint_of_another_order_of_parameters(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ Clipping the flat gradient and clipping the originals' gradients are therefore t
 from __future__ import annotations
 
 import copy
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from operator import is_
@@ -255,9 +254,6 @@ def total_norm(owner: FlatParams, buffers: Sequence[Buffer], norm_type: float) -
 _GRAD: Any = torch.Tensor.grad  # the slot of C++, which autograd writes and the property below hides
 
 
-DCP = "torch.distributed.checkpoint.state_dict"
-
-
 class FlatParameter(nn.Parameter):
     """All parameters of one buffer as one parameter; created by `FlatParams`."""
 
@@ -308,16 +304,6 @@ class FlatParameter(nn.Parameter):
         """
         if is_gathered or _GRAD.__get__(self) is self.buffer.grad:
             _GRAD.__set__(self, self.buffer.grad if is_gathered else None)
-
-    def __hash__(self) -> int:
-        if sys._getframe(1).f_globals.get("__name__") == DCP:  # it would end in KeyError: 0
-            raise FlatbedError(
-                "torch's functions for distributed checkpoints look for an optimizer's parameters in the "
-                "model, which has no flat ones: give dcp.save the state dict of "
-                "flat.optimizer_state_dict(optimizer). To load, take one step first, let dcp.load fill that "
-                "state dict, and pass it to flat.load_optimizer_state_dict"
-            )
-        return id(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatParameter:
         if id(self) not in memo:
