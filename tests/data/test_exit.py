@@ -55,6 +55,27 @@ for batch in prefetched:
     sys.exit(3)
 """
 
+AT_A_SIGNAL = """
+import multiprocessing, signal, threading
+os.setsid()  # a process group of its own
+def ignore_sigterm(_):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+is_ending = threading.Event()
+signal.signal(signal.SIGTERM, lambda *_: is_ending.set())
+loader = DataLoader(range(100), 2, num_workers=2, worker_init_fn=ignore_sigterm)
+optimizer = flatbed.optim.Adam(emb)
+for number, batch in enumerate(Prefetcher(loader, {emb: lambda batch: batch})):
+    emb(batch).sum().backward()
+    optimizer.step()
+    if number == 10:  # both workers have begun
+        os.killpg(0, signal.SIGTERM)
+    if number == 40 and is_ending.is_set():  # batches that were not ready at the signal
+        flatbed.save_checkpoint("run", emb, optimizer)
+        break
+assert not multiprocessing.active_children()
+print(number)
+"""
+
 
 def check(script: str, folder: Path, *, status: int, printed: list[str]) -> None:
     done = programs.run(BEGIN + script, filters="ignore", finalize=True, cwd=str(folder), ok=False)
@@ -69,3 +90,9 @@ def test_exit_in_the_middle(tmp_path: Path) -> None:
 def test_threads_end_before_tables(tmp_path: Path) -> None:
     """Also before tables that were created after the iteration; their files are closed by finalizers."""
     check(BY_AN_EXCEPTION, tmp_path, status=3, printed=["loader", "table"])
+
+
+def test_a_save_after_a_signal_to_all_processes(tmp_path: Path) -> None:
+    """By the recipe in docs/tables.md."""
+    check(AT_A_SIGNAL, tmp_path, status=0, printed=["40"])
+    assert (tmp_path / "run" / "CURRENT.json").exists()

@@ -38,7 +38,6 @@ from flatbed.data.batches import (
     without_rows,
 )
 from flatbed.data.loader_ranks import NO_BATCH, LoaderRanks
-from flatbed.data.signals import signals_later
 from flatbed.distributed.ranks import reason_of
 from flatbed.tables.prefetch import PrefetchRequest, RowPrefetch
 
@@ -345,7 +344,7 @@ def begun(batches: Iterator[Any]) -> Iterator[Any]:
     torch keeps for DTensors in the training thread, and the worker crashes or hangs.
     """
     try:
-        first = signals_later(next, batches)
+        first = next(batches)
     except StopIteration:
         return iter(())
     except BaseException as error:  # also Control-C: the loader thread tells other ranks

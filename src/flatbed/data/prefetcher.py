@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader
 from flatbed.data.batches import BatchMover, Selector, pinned_batches
 from flatbed.data.loader_ranks import UNEVEN, LoaderRanks, common_channel
 from flatbed.data.pipeline import Pipeline, PrefetchIterator
-from flatbed.data.signals import signals_later
 from flatbed.errors import FlatbedError
 from flatbed.tables.config import device_of
 from flatbed.tables.embedding import TableModule
@@ -149,7 +148,7 @@ class Prefetcher:
                 assert isinstance(self.loader, Sequence)
                 self._pinned = pinned_batches(self.loader, mover)
             return iter(self._pinned)
-        batches: Iterator[Any] = signals_later(iter, self.loader)
+        batches = iter(self.loader)
         if batches is not self.loader:
             return batches
         if self._is_exhausted:  # an epoch without batches would pass for training
