@@ -10,12 +10,12 @@ import json
 import os
 import re
 import shutil
+import threading
 import zlib
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from io import BufferedReader, BytesIO
+from contextlib import AbstractContextManager, contextmanager, suppress
+from io import BufferedReader
 from pathlib import Path
-from threading import get_ident
 from typing import Any
 
 from flatbed.errors import DamagedFileError, FlatbedError
@@ -37,23 +37,28 @@ known_tokens: set[str] = set()
 """Those of the checkpoints that this process has saved or loaded: a save replaces them without a warning."""
 
 
-_under_way: dict[int, tuple[str, BytesIO]] = {}
-"""The last save or load of each thread, with a file that is open as long as it goes on."""
+class _InThread(threading.local):
+    """The lock that a save or load of this thread holds, and its name."""
+
+    def __init__(self) -> None:
+        self.lock, self.doing = threading.Lock(), ""
 
 
-def unnested(doing: str, mark: BytesIO) -> AbstractContextManager[None]:
-    """Record that this thread saves or loads until `mark` is closed; raise if it does so already.
+_in_thread = _InThread()
 
-    The caller opens the mark by `with`, since Control-C cannot leave a file of Python's own open.
+
+def not_nested(doing: str) -> AbstractContextManager[bool]:
+    """Return a lock to hold during a save or load; raise if this thread holds it already.
+
+    It is a lock of C, since Control-C cannot leave that taken by a `with` block.
     """
-    before, its_mark = _under_way.get(get_ident(), ("", mark))
-    if before and not its_mark.closed:
+    if _in_thread.lock.locked():
         raise FlatbedError(
-            f"{doing} was called inside of {before}, by a signal handler for example: set a flag in the "
-            "handler, and save after step()"
+            f"{doing} was called inside of {_in_thread.doing}, by a signal handler for example: set a flag "
+            "in the handler, and save after step()"
         )
-    _under_way[get_ident()] = (doing, mark)
-    return nullcontext()
+    _in_thread.doing = doing
+    return _in_thread.lock
 
 
 class NoCheckpointError(FlatbedError, FileNotFoundError):

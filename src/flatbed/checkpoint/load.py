@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +22,10 @@ from flatbed.checkpoint.folder import (
     check_files,
     known_tokens,
     no_checkpoint,
+    not_nested,
     read_current,
     read_json,
     reading,
-    unnested,
 )
 from flatbed.checkpoint.state import (
     NO_OPTIONS,
@@ -104,8 +103,7 @@ def load_checkpoint(
     {'epoch': 1}
     """
     with (
-        BytesIO() as mark,
-        unnested("load_checkpoint", mark),
+        not_nested("load_checkpoint"),
         Lockstep("loading a checkpoint") as lockstep,
         ExitStack() as undo,
     ):

@@ -12,7 +12,6 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
-from io import BytesIO
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -87,11 +86,7 @@ def save_checkpoint(
     >>> flatbed.load_table(folder)
     Table(1000 × 8, torch.float32, host, state exp_avg, exp_avg_sq)
     """
-    with (
-        BytesIO() as mark,
-        folders.unnested("save_checkpoint", mark),
-        Lockstep("saving a checkpoint") as lockstep,
-    ):
+    with folders.not_nested("save_checkpoint"), Lockstep("saving a checkpoint") as lockstep:
         folder = as_path(folder, "folder").absolute()
         if ".." in folder.parts:  # which may lead elsewhere behind a link than in the text of a path
             folder = folder.resolve()
