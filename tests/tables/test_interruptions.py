@@ -247,7 +247,7 @@ def test_an_interrupted_loop_keeps_no_reservation(tmp_path: Path) -> None:
             optimizer.step()
             optimizer.zero_grad()
 
-    files = ("tables/lookup", "tables/prefetch", "data/pipeline")
+    files = ("tables/lookup", "tables/prefetch", "data/pipeline", "data/iterator")
     number, within = 1, tuple(f"{SOURCE}/{name}.py" for name in files)
     while True:
         emb, optimizer = made("disk", tmp_path / str(number), cache_rows=8)

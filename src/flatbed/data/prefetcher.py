@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from flatbed.data.batches import BatchMover, Selector, pinned_batches
+from flatbed.data.iterator import PrefetchIterator
 from flatbed.data.loader_ranks import UNEVEN, LoaderRanks, common_channel
-from flatbed.data.pipeline import Pipeline, PrefetchIterator
+from flatbed.data.pipeline import Pipeline
 from flatbed.errors import FlatbedError
 from flatbed.tables.config import device_of
 from flatbed.tables.embedding import TableModule
