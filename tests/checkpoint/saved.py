@@ -41,6 +41,16 @@ class Saved:
     def snapshot(self) -> dict[str, Any]:
         return snapshot(self.model, self.optimizer)
 
+    def state(self) -> str:
+        """Return "before" or "saved", the state of the training, or "half loaded"."""
+        if self.model.first.table._store._is_half_loaded:
+            return "half loaded"
+        found = self.snapshot()
+        if difference(found, self.before) is None:
+            return "before"
+        assert difference(found, self.saved) is None
+        return "saved"
+
     def load(self, **options: Any) -> dict[str, Any]:
         return load_checkpoint(self.folder, self.model, self.optimizer, **options)
 
