@@ -19,8 +19,8 @@ from flatbed.distributed.ranks import world_size
 from flatbed.errors import FlatbedError
 from flatbed.kernels.step import StepOptions
 from flatbed.rule import Group, Rule
-from flatbed.tables.parameter import WeightView
 from flatbed.tables.table import Table
+from flatbed.tables.weight_view import WeightView
 
 if TYPE_CHECKING:
     from flatbed.optim.optimizer import Optimizer

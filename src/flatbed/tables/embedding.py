@@ -20,12 +20,12 @@ from flatbed.progress import note
 from flatbed.tables.config import WITHOUT, Config, build_config
 from flatbed.tables.ids import as_ids
 from flatbed.tables.lookup import GatherFunction, LookupFunction, prepare_lookup
-from flatbed.tables.parameter import SavedWeight, WeightView
 from flatbed.tables.record import WEIGHT
 from flatbed.tables.row_io import compare_given, shard_config
 from flatbed.tables.storage.base import row_blocks
 from flatbed.tables.storage.disk.format import is_disk_table
 from flatbed.tables.table import Table
+from flatbed.tables.weight_view import SavedWeight, WeightView
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
