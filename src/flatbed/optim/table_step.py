@@ -20,9 +20,9 @@ from flatbed.kernels import RecordLocation, use_triton
 from flatbed.kernels.step import SKIP, STEPS, Scaling, StepOptions, Update, begin_step, update_rows
 from flatbed.optim.options import LOW, named_params
 from flatbed.rule import Group, Rule
+from flatbed.tables.grad_exchange import exchange_grads
 from flatbed.tables.grads import RowGrads, compacted
 from flatbed.tables.record import Field
-from flatbed.tables.row_io import exchange_grads
 from flatbed.tables.table import Table
 
 if TYPE_CHECKING:

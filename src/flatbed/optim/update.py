@@ -15,7 +15,7 @@ from flatbed.errors import FlatbedError
 from flatbed.kernels.step import NORM, SKIP, SKIPPED, STEPS, Scaling, Stepper, begin_step
 from flatbed.optim.plan import GRAD, Plan
 from flatbed.optim.table_step import TableStepper
-from flatbed.tables.row_io import any_replica
+from flatbed.tables.grad_exchange import any_replica
 
 if TYPE_CHECKING:
     from flatbed.optim.optimizer import Optimizer

@@ -18,10 +18,11 @@ from flatbed.cuda.host_memory import available_bytes
 from flatbed.errors import FlatbedError
 from flatbed.progress import note
 from flatbed.tables.config import WITHOUT, Config, build_config
+from flatbed.tables.grad_exchange import compare_given
 from flatbed.tables.ids import as_ids
 from flatbed.tables.lookup import GatherFunction, LookupFunction, prepare_lookup
 from flatbed.tables.record import WEIGHT
-from flatbed.tables.row_io import compare_given, shard_config
+from flatbed.tables.row_io import shard_config
 from flatbed.tables.storage.base import row_blocks
 from flatbed.tables.storage.disk.format import is_disk_table
 from flatbed.tables.table import Table

@@ -22,11 +22,12 @@ from flatbed.tables.cache.base import CacheStats, LookupBatch
 from flatbed.tables.config import Config, as_integer, device_of
 from flatbed.tables.factory import warm as warm_cache
 from flatbed.tables.files import as_path
+from flatbed.tables.grad_exchange import exchange_grads
 from flatbed.tables.grads import GradAccumulator, RowGrads, TableGrad
 from flatbed.tables.ids import DeferredIdChecks, as_floats, as_ids, check_range, most_used, to_device
 from flatbed.tables.parameter import TableParameter
 from flatbed.tables.record import Field
-from flatbed.tables.row_io import READ, WRITE, RowIO, ShardedRowIO, exchange_grads, last_of_each
+from flatbed.tables.row_io import READ, WRITE, RowIO, ShardedRowIO, last_of_each
 from flatbed.tables.row_store import RowStore
 from flatbed.tables.storage.disk.format import is_disk_table
 from flatbed.tables.weight_view import WeightView
