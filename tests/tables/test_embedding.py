@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import flatbed
-from flatbed.tables import embedding
+from flatbed.tables import whole_fields
 from tests.tables.tables import STORAGES, dense_grad, storage_options
 
 ROWS, DIM = 30, 5
@@ -302,7 +302,7 @@ def test_table_too_large_for_memory_says_to_save_it(monkeypatch: pytest.MonkeyPa
     optimizer = flatbed.optim.Adam(emb)
     emb([1]).sum().backward()
     optimizer.step()
-    monkeypatch.setattr(embedding, "available_bytes", lambda: 100)
+    monkeypatch.setattr(whole_fields, "available_bytes", lambda: 100)
     for ask in (with_head(emb).state_dict, optimizer.state_dict):
         with pytest.raises(flatbed.FlatbedError, match=r"table\.save\(path\) or flatbed\.save_checkpoint"):
             ask()

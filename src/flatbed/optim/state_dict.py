@@ -20,8 +20,8 @@ from flatbed.optim.options import Groups, check_group
 from flatbed.optim.state import EMA, MASTER, TORCH_KEYS
 from flatbed.optim.table_step import OwnedTable
 from flatbed.rule import Rule
-from flatbed.tables.embedding import whole_field, write_field
 from flatbed.tables.table import Table
+from flatbed.tables.whole_fields import whole_field, write_field
 
 if TYPE_CHECKING:
     from flatbed.optim.optimizer import Optimizer
