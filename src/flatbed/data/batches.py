@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_is_leaf, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from flatbed.tables.ids import INTEGERS, as_ids
 from flatbed.tables.table import Table
@@ -62,10 +62,10 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
         given = dict(enumerate(value))
     elif is_dataclass(value) and not isinstance(value, type):
         given = {f.name: getattr(value, f.name) for f in fields(value) if hasattr(value, f.name)}
-    elif tree_is_leaf(value):
-        return value
     else:
         leaves, structure = tree_flatten(value, is_leaf=moves_itself)
+        if structure.is_leaf():
+            return value
         given = dict(enumerate(leaves))
     parts = {key: map_leaves(function, part) for key, part in given.items()}
     if all(map(is_, parts.values(), given.values())):
