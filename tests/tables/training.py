@@ -15,13 +15,16 @@ import struct
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
 import flatbed
+from flatbed.checkpoint import folder as folders
 from flatbed.checkpoint import load_checkpoint, save_checkpoint
 from flatbed.tables import files
 from flatbed.tables.embedding import Embedding, tables
@@ -233,6 +236,14 @@ def ranks(folder: Path, rank: int) -> None:
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2
     )
+    model, optimizer = build(folder / f"rank{rank}")
+    step(model, optimizer, 1)
+    error = flatbed.FlatbedError("no space left")
+    fails = mock.patch.object(folders, "write_manifest", side_effect=error) if rank == 0 else nullcontext()
+    with fails, suppress(flatbed.FlatbedError):
+        save_checkpoint(folder / "saved", model, optimizer)
+    close(model)
+    torch.distributed.barrier()  # the first rank has removed the version
     model, optimizer = build(folder / f"rank{rank}")
     step(model, optimizer, 1)
     save_checkpoint(folder / "saved", model, optimizer, extra={"step": 1})

@@ -124,7 +124,7 @@ def save_checkpoint(
             Version(version, training, lockstep, manifest).write(in_place, random)
             if in_place and not (folder / CURRENT).exists():
                 lockstep.undo = lambda: None  # a table that was prepared looks for this version
-            lockstep.meet()
+            lockstep.meet()  # first: no rank prepares tables for a version that may still be removed
             for name in in_place:
                 store = training.tables[name]._store
                 held.callback(store.disk_storage().release)
