@@ -562,7 +562,7 @@ def test_a_capture_that_fails_is_no_partial_step(tmp_path: Path, monkeypatch: py
 
     with pytest.raises(flatbed.FlatbedError, match="take an eager step before this capture"):
         capture_often()
-    flatbed.save_checkpoint(tmp_path, model, optimizer)
+    flatbed.save_checkpoint(tmp_path, model.items, optimizer)
 
 
 def test_a_batch_whose_call_failed_is_no_example() -> None:

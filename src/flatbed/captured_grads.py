@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -95,7 +96,7 @@ def sharing_grads(optimizers: list[torch.optim.Optimizer]) -> Iterator[list[Shar
         if len(args) == 1 and not kwargs:  # a closure may drop them first
             note_grads(optimizer)
 
-    before = leaves([*own, *gc.get_objects()])
+    before = leaves(chain(own, gc.get_objects()))  # no list, which would be among these objects itself
     hooks = [register_optimizer_step_pre_hook(note_given), register_optimizer_step_post_hook(note_grads)]
     # First of all hooks: another one gathers the gradients of flat parameters.
     _global_optimizer_pre_hooks.move_to_end(hooks[0].id, last=False)  # type: ignore[attr-defined]
