@@ -43,7 +43,8 @@ WARM_UP = 3
 """Calls before the capture: kernels are compiled, and optimizers and tables allocate, in the first ones."""
 CHANGED_NUMBERS = (
     "hyperparameters of an optimizer have changed: three calls run as they are, and the next one captures "
-    "the training step again. Give a learning rate that a scheduler changes as a tensor on the GPU"
+    "the training step again, unless they change at every call. Give a learning rate that a scheduler "
+    "changes as a tensor on the GPU"
 )
 REPLACED_GRADS = (
     "gradients that the training step uses were dropped or replaced outside of it: three calls run as they "
@@ -60,8 +61,8 @@ def capture(
       optimizer's `step()` and `zero_grad()`, and returns tensors, for example the loss. Gradients that
       pass from code outside to a step, or back, must stay where they are, by
       ``zero_grad(set_to_none=False)``. It must not read values of GPU tensors (`.item()`, `print`), and it
-      runs on one stream. Python code in it runs during the first calls only: call learning rate schedulers
-      outside of it.
+      runs on one stream. Python code in it does not run in replays: call learning rate schedulers outside
+      of it.
     - `example_batch`: a batch (nested dicts, lists and tuples of tensors or arrays) with the shapes and
       dtypes of all batches, by default the first one. Its values are not used.
     - `device`: the GPU of the training step, by default the device of the tensors in the example.
@@ -69,14 +70,14 @@ def capture(
     Every call is one training step. The first three run as they are. The fourth captures the graph; it and
     later calls copy the batch into the graph's inputs and replay it. The tensors that a call returns are its
     own: later calls do not change them. A batch of another shape runs `train_step` itself, and warns once.
-    After a change that the graph cannot follow, three calls run as they are before the next capture: other
-    memory, frozen parameters, a backward pass outside, gradients that are dropped outside, hyperparameters (a
-    scheduler that sets a float). The last two warn once. A learning rate that is a tensor on the GPU,
-    `lr=torch.tensor(1e-3, device="cuda")`, may change. Ids out of range raise IndexError in the next call at
-    the latest. The GPU reads a batch in pinned memory after the call has returned: do not write to it again.
-    Rows of batches of a `Prefetcher` are prefetched for captured steps, too, if all lookups in tables with a
-    cache are of ids of the batch as they are; otherwise a warning names a table. On a CPU there is no graph:
-    every call checks the batch in the same way and runs `train_step`.
+    Three calls run as they are, and the next one captures again, after a change that the graph cannot follow:
+    other memory, a frozen parameter, a backward pass outside, a gradient that the graph uses and code outside
+    drops, another hyperparameter. Each of the last two warns once. With a float that changes at every call
+    (a scheduler), no call uses a graph: `lr=torch.tensor(1e-3, device="cuda")` may change. Ids out of range
+    raise IndexError in the next call at the latest. The GPU reads a batch in pinned memory after the call has
+    returned: do not write to it again. Rows of batches of a `Prefetcher` are prefetched for captured steps,
+    too, if all lookups in tables with a cache are of ids of the batch as they are; otherwise a warning names
+    a table. On a CPU there is no graph: every call checks the batch in the same way and runs `train_step`.
 
     >>> import flatbed, torch
     >>> emb = flatbed.Embedding(1000, 8)
@@ -135,13 +136,13 @@ class CapturedStep:
         self._inputs: list[Tensor] = []
         """Memory of the graph; none on a CPU, where there is no graph."""
         self._n_warm_ups = 0
-        """Calls so far that ran as they are. They begin again after a change that a graph cannot follow."""
+        """Calls that ran as they are since the last change that a graph cannot follow, at most `WARM_UP`."""
         self._noted: list[NotedLookup] = []
         """Lookups of the last warm-up. If one is not of a prefetched leaf, the graph admits all rows."""
         self._optimizers: list[torch.optim.Optimizer] = []
         """Those whose steps ran in the last warm-up."""
         self._built_from: list[Any] = []
-        """What a graph cannot follow, at the start of the last call: memory, and parameters that train."""
+        """The `_fingerprint` at the start of the last call."""
         self._hyperparameters: list[Any] = []
         """At the start of the last call: a graph has them as constants."""
         self._graph: StepGraph | None = None
@@ -262,7 +263,7 @@ class CapturedStep:
         return tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), result)
 
     def _capture(self, leaves: list[Tensor]) -> StepGraph:
-        self._graph, graph = None, torch.cuda.CUDAGraph()  # frees the memory of a former graph
+        graph = torch.cuda.CUDAGraph()
         others = not_prefetched(self._noted, leaves)
         if others and any(table._prefetched for table, _ in self._noted):
             self._warn_once(

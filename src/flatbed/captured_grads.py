@@ -1,8 +1,8 @@
 """Gradients that a captured step shares with other code.
 
-A graph reads and writes gradients where they were at its capture. If the step uses gradients from before,
-every replay does, so they must stay where they are. Gradients that the step makes are in the memory of the
-graph: an optimizer outside would not get them once code outside has dropped them.
+A graph reads and writes gradients where they were at its capture. Those that the step uses from before must
+keep their memory. Those that the step makes are in the memory of the graph: once code outside has dropped
+one, replays still write it there, and an optimizer outside does not get it.
 """
 
 from __future__ import annotations
@@ -82,9 +82,9 @@ class SharedGrad(NamedTuple):
 def sharing_grads(optimizers: list[torch.optim.Optimizer]) -> Iterator[list[SharedGrad]]:
     """Find the gradients that the body, a captured step of these optimizers, shares with other code.
 
-    Raises if the step drops one of them, or leaves new ones to an optimizer outside. All living objects are
-    searched, except for those that `gc.freeze` hides: the step does not say which parameters it uses. If the
-    body fails, gradients are put back: those that it made were never computed.
+    Raises if the step drops one of them, or leaves new ones in parameters that no optimizer in it has. All
+    living objects are searched, except for those that `gc.freeze` hides: the step does not say which
+    parameters it uses. If the body fails, gradients are put back: those that it made were never computed.
     """
     own, stepped, shared = params_of(optimizers), set[int](), list[SharedGrad]()
     rows = [(p, [*p._grads.parts]) for p in own if isinstance(p, Table)]

@@ -25,8 +25,10 @@ from flatbed.checkpoint import load_checkpoint, save_checkpoint
 from flatbed.checkpoint import save as saves
 from flatbed.checkpoint.load_table import check_path
 from flatbed.errors import DamagedFileError, FlatbedError
+from flatbed.tables.files import NotSynced
 from flatbed.tables.storage.disk import DiskStorage
 from flatbed.tables.storage.disk.format import RECORDS_AT
+from flatbed.tables.storage.disk.journal import Journal
 from tests import programs
 from tests.checkpoint.saved import Saved, current
 from tests.tables.storage.disk.crash_model import failing
@@ -256,6 +258,60 @@ def test_tables_open_after_a_first_save_that_failed(is_tried_again: bool, tmp_pa
     save_checkpoint(place / "run", model, optimizer)
     assert sorted(os.listdir(place / "run")) == [".lock", "CURRENT.json", current(place / "run").name]
     close(model)
+
+
+@pytest.mark.parametrize("way", ["with copies", "after the folder was removed"])
+def test_another_save_after_a_first_save_that_failed(
+    way: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The table settles before the version goes, on which it depends, also if the save does not need it."""
+    model, optimizer = build(tmp_path)
+    step(model, optimizer, 1)
+    error = FlatbedError("no space left")
+    with failing(saves, "_write_current", error), pytest.raises(FlatbedError, match="space"):
+        save_checkpoint(tmp_path / "run", model, optimizer)
+    shutil.copytree(tmp_path, copied := tmp_path.with_name(f"{tmp_path.name} copied"))
+    if way == "with copies":
+        save_checkpoint(tmp_path / "run", model, optimizer, copy_disk_tables=True)
+    else:
+        shutil.rmtree(tmp_path / "run")
+        save_checkpoint(tmp_path / "run", model, optimizer)
+    expected = model.second.read_rows(range(40))
+    for table in flatbed.tables(model):
+        table.close(discard=way != "with copies")
+    model, optimizer = build(tmp_path)
+    load_checkpoint(tmp_path / "run", model, optimizer)
+    assert torch.equal(model.second.read_rows(range(40)), expected)
+    close(model)
+    capfd.readouterr()
+    close(build(copied)[0])  # its rows of that save are lost
+    assert "changed after its last checkpoint and are dropped" in capfd.readouterr().err
+
+
+def test_a_first_save_whose_journal_is_not_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next save raises before it removes the version that says how the first one ended."""
+    model, optimizer = build(tmp_path)
+    before = model.second.read_rows(range(40))
+    step(model, optimizer, 1)
+    seal = Journal.seal
+
+    def fail(journal: Journal, *args: Any, **options: Any) -> None:
+        seal(journal, *args, **options)
+        raise NotSynced("syncing failed")
+
+    monkeypatch.setattr(Journal, "seal", fail)
+    with pytest.raises(FlatbedError, match="syncing failed"):
+        save_checkpoint(tmp_path / "run", model, optimizer)
+    monkeypatch.undo()
+    versions = {path.name for path in (tmp_path / "run").glob("v*")}
+    with pytest.raises(FlatbedError, match="cannot be changed"):
+        save_checkpoint(tmp_path / "run", model, optimizer)
+    assert versions <= {path.name for path in (tmp_path / "run").glob("v*")}
+    shutil.copytree(tmp_path, copied := tmp_path.with_name(f"{tmp_path.name} copied"))
+    other, _ = build(copied)
+    assert torch.equal(other.second.read_rows(range(40)), before)
+    close(other)
+    model.second.table.close(discard=True)
 
 
 AT_EXIT = """

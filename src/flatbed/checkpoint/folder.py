@@ -68,7 +68,7 @@ class NoCheckpointError(FlatbedError, FileNotFoundError):
 def no_checkpoint(folder: Path) -> NoCheckpointError:
     """Return the error of a folder without a checkpoint."""
     versions = sorted(path for path in folder.glob("v*") if (path / MANIFEST).exists())
-    remedy = f"load {versions[-1]} itself, if it is what you want" if versions else "check the path"
+    remedy = f"load {versions[-1]} itself, if its save was completed" if versions else "check the path"
     return NoCheckpointError(f"{folder} holds no checkpoint (there is no {CURRENT} in it): {remedy}")
 
 

@@ -103,12 +103,14 @@ def save_checkpoint(
         manifest |= {"extra": _checked_extra(extra), "files": {}}
         _check_loaded(training, folder)
         in_place = _tables_in_place(training, copy_disk_tables, keep)
-        for name in in_place:  # while the version of a save that has failed is still there
-            training.tables[name]._store.settle()
         random = lockstep.gather(rng_state()) if rng else []
         token = manifest["token"] = lockstep.of_first(secrets.token_hex(16))
         folders.known_tokens.add(token)
         with ExitStack() as held, folders.open_lock(folder) if lockstep.first else nullcontext() as file:
+            lockstep.meet()  # all ranks see the folder
+            for table in training.tables.values():  # while the version of a save that has failed is there
+                table._store.settle()
+            lockstep.meet()
             if file is not None:
                 lock(file)
                 _warn_of_another_run(folder)

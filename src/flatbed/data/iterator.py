@@ -36,7 +36,8 @@ class PrefetchIterator(Iterator[Any]):
         _open.add(self)
         _close_at_exit()
 
-    # Events that are recorded again at every `next`: making one takes as long as recording it.
+    # Events that are recorded again at every `next` (with loader threads, the first one is made anew each
+    # time): making one takes as long as recording it.
 
     @cached_property
     def _earlier_steps(self) -> torch.cuda.Event:

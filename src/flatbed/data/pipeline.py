@@ -254,7 +254,7 @@ class Pipeline:
             self.permits.put(earlier_steps)
 
     def close(self) -> None:
-        """Stop the threads and finish all lookups. Any thread may call this, any number of times."""
+        """Tell the threads to end, and finish all batches. Any thread may call this, any number of times."""
         if os.getpid() != self._process:
             return  # after a fork, threads and lookups belong to the parent
         self.is_closed = True

@@ -1,7 +1,7 @@
 """The other ranks of one optimizer: they agree when it is built.
 
-`Meeting` is not enough: a rank without shards does not know that others wait for it. So ranks leave notes in
-the store, which others read while they wait, under the number of the optimizer on its rank.
+`Meeting` is not enough: a rank that shares nothing does not know that others wait for it. So ranks leave
+notes in the store, which others read while they wait, under the number of the optimizer on its rank.
 """
 
 from __future__ import annotations

@@ -127,7 +127,7 @@ class TableStepper:
                 counts_all = capturing or not store.has_steps_in_graphs
                 if batch is not None and batch.weights is not None and batch.generation == store.generation:
                     # Read again for the same kernel: a later capture could not load it.
-                    weights = batch.weights if counts_all else row_io.weights(total.rows)
+                    weights = batch.weights if counts_all else row_io.weights(total.rows, batch)
                 kernels.update_rows(index, total.rows, total.grads, location, options, weights=weights)
                 store.writes += 1
                 continue

@@ -3,14 +3,14 @@
 Every kernel that reads or writes a row reads the index first, and finds the row in its slot or in storage. So
 the only hazard is an admission that moves a row while work in another stream uses it.
 
-**Invariant.** As long as their ids fit into the cache together, an admission evicts no rows of the batch in
-use, nor of prefetched ones after it. It waits for all training work before the batch in use. So a step and
-the admissions of later batches run at the same time.
+**Invariant.** An admission evicts no rows of the batch in use, nor of batches prefetched after it, as long as
+the ids of all of them fit into the cache together. It waits for all training work before the batch in use. So
+a step and the admissions of later batches run at the same time.
 
 **Example.** A loop with a depth of 2, and one lookup per batch. The `next` that hands out batch 5
 
 1. makes the stream "decisions" wait for step 4,
-2. admits batch 7 with a window of 2: it takes no slots of batches 5, 6 and 7,
+2. admits batch 7 with a window of 2: it evicts no rows of batches 5 and 6, nor of 7,
 3. makes the training stream wait for the moves of batch 5, and returns.
 
 If loader threads deliver batch 7 one `next` later, its admission waits for step 5, too.

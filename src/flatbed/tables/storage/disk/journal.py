@@ -94,7 +94,8 @@ class Decision:
             raise FlatbedError(
                 f"a checkpoint was being made, and the folder of {self.path}, which says whether it was "
                 f"completed, is missing: put it back (or mount it), or to {self.relative} as seen from the "
-                f"table's folder, or delete the table's journal to go back to the checkpoint before"
+                f"table's folder. If it is lost, close the table, and delete its journal to go back to the "
+                f"checkpoint before"
             )
         for place in places:
             found = token_in(place)

@@ -38,8 +38,11 @@ def recover(table: MappedFile, *, forget: bool = False) -> tuple[Identity, State
     if os.path.lexists(journal):
         with closing(MappedFile(journal)) as file:
             sealed = read_sealed(file)
-            is_lost = sealed is None and has_changes(file, identity.table)
-            if sealed is not None and _is_wanted(path, identity, state, sealed):
+            if sealed is None:
+                is_lost = has_changes(file, identity.table)
+            elif not _is_wanted(path, identity, state, sealed):
+                is_lost = sealed.table == identity.table and bool((sealed.rows >= 0).any())
+            else:
                 _map_table(table, identity, sealed.state, forget=forget)
                 table.fill_holes()
                 apply(table, sealed)
@@ -76,7 +79,8 @@ def is_prepared(path: Path, token: str) -> bool:
 def _is_wanted(path: Path, identity: Identity, state: State | None, sealed: Sealed) -> bool:
     """Return True to apply a sealed journal, False to drop it.
 
-    Raises for a journal of another table or of another time, and if it is not known if it was decided.
+    Raises for a journal of another table or of another time, and if it is unknown whether its save was
+    completed.
     """
     journal = journal_of(path)
     if sealed.table == identity.replaces:

@@ -51,8 +51,9 @@ REMEDY = (
 class DiskStorage:
     """Records of a table in a file, with changed rows in a journal next to it.
 
-    The file changes only in `checkpoint`. Rows changed since then are in `PATH.journal`; `close` and a crash
-    drop them. The file always holds the last completed checkpoint.
+    The file changes while a checkpoint is copied to it, and in `resize`. Rows changed since are in
+    `PATH.journal`; `close` and a crash drop them. File and journal together always hold the last durable
+    checkpoint, whole.
     """
 
     device = CPU
@@ -232,7 +233,8 @@ class DiskStorage:
     def checkpoint(self, meta: Meta | None = None) -> None:
         """Make all rows as they are now, and `meta`, durable. Without `meta`, the last one stays.
 
-        When this returns, they survive a loss of power. Until then, the file holds the checkpoint before.
+        When this returns, they survive a loss of power. After a crash before that, the table has this
+        checkpoint or the one before, whole.
         """
         with self._files.lock:
             self._begin(change=True)
@@ -240,7 +242,7 @@ class DiskStorage:
             self.commit()
 
     def prepare(self, meta: Meta | None = None, *, decision: str | Path, token: str) -> None:
-        """Do everything of a checkpoint that can fail. No row can change until `release`.
+        """Make the next checkpoint durable in the journal. No row can change until `release` or `commit`.
 
         After a crash, the new checkpoint holds if the JSON file `decision` has this token
         (`{"token": ...}`); otherwise the one before does. Write that file atomically.
@@ -257,7 +259,7 @@ class DiskStorage:
 
     def settle(self) -> None:
         """Complete or drop a checkpoint that was prepared, as the next change would."""
-        if self._sealed is not None:
+        if self._files.journal.is_sealed:
             with self._files.lock:
                 self._begin(change=True)
 
