@@ -364,6 +364,6 @@ def test_interrupted_prefetch_by_kernels(
             for use in (partial(prefetch, emb), emb.state_dict, partial(step, emb, optimizer, [1])) * 2:
                 with pytest.raises(flatbed.FlatbedError, match="last checkpoint"):
                     use()
-        number += 7
+        number += 13
     assert n_raised > 0
     assert n_right > 0
