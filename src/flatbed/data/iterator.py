@@ -36,7 +36,7 @@ class PrefetchIterator(Iterator[Any]):
         _open.add(self)
         _close_at_exit()
 
-    # Events that are recorded again at every `next` (with loader threads, the first one is made anew each
+    # Events that are recorded again at every `next` (with loader threads, the first one is new each
     # time): making one takes as long as recording it.
 
     @cached_property
